@@ -19,6 +19,7 @@ from rollwright.data import (
     ReplayBuffer,
     RewardToGo,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
 from rollwright.envs import Compose, ObservationNorm, RewardClipping, SignTransform
@@ -28,6 +29,32 @@ from rollwright.envs import Compose, ObservationNorm, RewardClipping, SignTransf
 
 def versions(*values: int) -> TensorDict:
     return TensorDict({"policy_version": torch.tensor(values), "obs": torch.arange(len(values))}, [len(values)])
+
+
+@pytest.mark.parametrize("truncated_key", [None, ("next", "truncated")])
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_is_left_of_slices_is_marked(truncated_key, padded):
+    """No recurrent state goes from one stretch of steps to another, whichever steps are missing."""
+    sampler = SliceSamplerWithoutReplacement(slice_len=4, shuffle=False, truncated_key=truncated_key, pad_output=padded)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=8)
+    version = torch.tensor([1, 1, 0, 1, 0, 0, 1, 1])
+    buffer.extend(
+        TensorDict(
+            {
+                "step": torch.arange(8),
+                "policy_version": version,
+                "collector": {"traj_ids": torch.arange(8) // 4},
+                "next": {"done": torch.zeros(8, 1, dtype=torch.bool)},
+            },
+            [8],
+        )
+    )
+    buffer.append_transform(PolicyAgeFilter(1, max_policy_lag=0))
+    batch = buffer.sample()
+    assert batch["step"].tolist() == batch["index"].tolist() == [0, 1, 3, 6, 7]
+    assert batch["is_init"].flatten().tolist() == [True, False, True, True, False]
+    if truncated_key is not None:
+        assert batch[truncated_key].flatten().tolist() == [False, True, True, False, True]
 
 
 @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage, RaggedStorage])

@@ -167,13 +167,16 @@ def applied(change: Transform, batch: Any) -> Any:
     return result
 
 
-def changed(change: Transform, batch: Any, info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+def changed(
+    change: Transform, batch: Any, info: Mapping[str, Any], mark: Callable[[TensorDictBase, torch.Tensor], Any]
+) -> tuple[Any, Mapping[str, Any]]:
     """A batch after a transform, and what belongs to the elements that this has left in it.
 
     Args:
         change: the transform. One that leaves elements out says so by ``leaves_out``.
         batch: the batch, which may be changed.
         info: what the sampler returned, with ``"index"`` for each element.
+        mark: called with a batch that has lost elements, and the places, int64 ``[n]``, where the others were.
     """
     given = change.transform if isinstance(change, Inverted) else change
     number, drops = len(info["index"]), any(getattr(part, "leaves_out", False) for part in parts_of(given))
@@ -183,11 +186,13 @@ def changed(change: Transform, batch: Any, info: Mapping[str, Any]) -> tuple[Any
     result = applied(change, batch)
     left = result.pop(_PLACE, None) if drops and isinstance(result, TensorDictBase) else None
     if left is not None:
-        kept = left if left.ndim == 1 else left.flatten(1)[:, 0]
+        kept = cast(torch.Tensor, left if left.ndim == 1 else left.flatten(1)[:, 0])
         info = {
             name: value[kept.to(getattr(value, "device", "cpu"))] if len(value) == number else value
             for name, value in info.items()
         }
+        if 0 < len(kept) < number:
+            result = mark(result, kept)
     return result, info
 
 

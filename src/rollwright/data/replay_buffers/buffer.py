@@ -41,7 +41,7 @@ from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers._prefetch import Prefetcher, Ticket
 from rollwright.data.replay_buffers.conditional import ConditionalUpdateResult, still_there, update_if_present
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
-from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler, draw_and_read
+from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler, draw_and_read, mark_rest
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import pieces, positive
 from rollwright.data.replay_buffers.storages.entries import set_entries
@@ -380,7 +380,7 @@ class ReplayBuffer:
         if isinstance(batch, TensorDictBase):
             batch = self._with_info(self.sampler.mark(batch, draw), info)
         for change in self.transforms:
-            batch, info = changed(change, batch, info)
+            batch, info = changed(change, batch, info, lambda rest, kept: mark_rest(self.sampler, draw, rest, kept))
         return (batch.pin_memory() if self.pin_memory else batch), dict(info), ran_out
 
     def _read(self, size: int) -> tuple[Draw, Any]:

@@ -21,8 +21,9 @@ class PolicyAgeFilter(nn.Module):
     """Leaves out what policies acted that are too old, when it is written and when it is drawn.
 
     An element is kept where ``current_version - version <= max_policy_lag``; one of several frames counts by its
-    oldest. Batches of ``sample`` may be smaller than was asked for. ``extend`` returns the indices of what was stored;
-    where nothing is left, nothing is stored.
+    oldest. Batches of ``sample`` may be smaller than was asked for; where slices lose steps, what is left of them is
+    marked as slices are (``"is_init"``, and ``truncated_key`` of the sampler). ``extend`` returns the indices of what
+    was stored; where nothing is left, nothing is stored.
 
     Args:
         current_version: the policy's version now, or a function that returns it, which is asked each time.

@@ -17,7 +17,16 @@ from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
 
-__all__ = ["Draw", "InPasses", "RandomSampler", "Sampler", "SamplerWithoutReplacement", "Slices", "draw_and_read"]
+__all__ = [
+    "Draw",
+    "InPasses",
+    "RandomSampler",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "Slices",
+    "draw_and_read",
+    "mark_rest",
+]
 
 Index = NDArray[np.int64]
 GENERATION = "index_generation"
@@ -274,6 +283,22 @@ def draw_and_read(
                 f"{buffer} is empty: nothing to sample from yet. Call extend(), or wait until "
                 "what writes into it has written."
             )
+
+
+def mark_rest(sampler: Sampler, draw: Draw, batch: TensorDictBase, kept: torch.Tensor) -> TensorDictBase:
+    """Mark where stretches of the slices of a batch begin and end that has lost some of its steps.
+
+    Args:
+        sampler: of the batch.
+        draw: the batch as it was drawn.
+        batch: the steps that are left, ``[n]``, at least one.
+        kept: int64 ``[n]``, their places in the batch as it was.
+    """
+    if draw.slices is None:
+        return batch
+    behind = np.flatnonzero(np.diff(kept.numpy(force=True)) != 1)
+    slices = Slices(np.append(0, behind + 1), np.append(behind, len(kept) - 1))
+    return sampler.mark(batch, draw._replace(slices=slices))
 
 
 def _read_beside_writers(
