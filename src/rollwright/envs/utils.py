@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.nn import InteractionType as ExplorationType
 from tensordict.nn import set_interaction_type as set_exploration_type
 from tensordict.nn.probabilistic import interaction_type as exploration_type
 
+from rollwright._foreign import class_path, is_torchrl_env
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, leaf_keys, unravel, without
 from rollwright.data.layout import done_groups
 from rollwright.data.specs import make_composite_from_td
@@ -110,7 +111,7 @@ def check_env_specs(
     """Step an environment a few times with random actions and compare what it does with its specs.
 
     Args:
-        env: the environment; it is reset and stepped.
+        env: the environment; it is reset and stepped. One of TorchRL is checked by TorchRL, with these arguments.
         return_contiguous: as in :meth:`EnvBase.rollout`; None decides by the specs.
         check_dtype: also compare dtypes.
         seed: seeds the environment first, where given.
@@ -119,10 +120,19 @@ def check_env_specs(
             after the other.
 
     Raises:
+        TypeError: it is no environment with specs.
         EnvKeyError: an announced entry is missing, or one that is not announced appears (entries whose
             names begin with "_" are free).
         EnvError: an entry has another shape, dtype or device, or a value lies outside its spec.
     """
+    if is_torchrl_env(env):
+        _check_by_torchrl(env, return_contiguous, check_dtype, seed, tensordict, break_when_any_done)
+        return
+    if not callable(getattr(env, "full_spec", None)):
+        raise TypeError(
+            f"env: expected an EnvBase, got {class_path(env)}: {env!r}. Wrap environments of gymnasium in GymWrapper, "
+            "of PettingZoo in PettingZooWrapper, of dm_control in DMControlWrapper."
+        )
     if seed is not None:
         env.set_seed(seed)
     for stops in (True, False) if break_when_any_done == "both" else (bool(break_when_any_done),):
@@ -134,6 +144,14 @@ def check_env_specs(
             break_when_any_done=stops,
         )
         _check_rollout(env, real, check_dtype=check_dtype)
+
+
+def _check_by_torchrl(env: Any, return_contiguous: bool | None, *others: Any) -> None:
+    names = ("check_dtype", "seed", "tensordict", "break_when_any_done")
+    given = dict(zip(names, others, strict=True))
+    if return_contiguous is not None:
+        given["return_contiguous"] = return_contiguous
+    env.check_env_specs(**given)
 
 
 def _check_rollout(env: EnvBase, real: TensorDictBase, *, check_dtype: bool) -> None:

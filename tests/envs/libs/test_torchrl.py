@@ -6,6 +6,7 @@ import sys
 from abc import ABCMeta
 from types import SimpleNamespace
 
+import gymnasium
 import pytest
 import torch
 from tensordict import TensorDict
@@ -22,6 +23,7 @@ from rollwright.envs import (
     SerialEnv,
     TorchRLWrapper,
     TransformedEnv,
+    check_env_specs,
 )
 from rollwright.envs import to_torchrl as to_torchrl_env
 from rollwright.errors import SpecError
@@ -445,3 +447,20 @@ class TestWithTorchRL:
         pytest.importorskip("torchrl.envs").check_env_specs(to_torchrl_env(GymEnv("Pendulum-v1")))
         with pytest.raises(TypeError, match=r"env: expected an environment of rollwright, got builtins\.int"):
             to_torchrl_env(3)
+
+
+class TestSpecCheck:
+    def test_what_is_no_environment_of_ours_is_named(self):
+        with pytest.raises(TypeError, match=r"gymnasium.*GymWrapper"):
+            check_env_specs(gymnasium.make("CartPole-v1"))
+
+    def test_torchrl_checks_its_environments(self):
+        envs = pytest.importorskip("torchrl.envs")
+        check_env_specs(envs.GymEnv("CartPole-v1"), seed=3)
+
+        class Wrong(envs.RewardSum):
+            def transform_observation_spec(self, observation_spec):
+                return observation_spec
+
+        with pytest.raises((AssertionError, KeyError)):
+            check_env_specs(envs.TransformedEnv(envs.GymEnv("CartPole-v1"), Wrong()))
