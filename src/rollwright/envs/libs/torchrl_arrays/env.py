@@ -31,7 +31,7 @@ from rollwright.envs.arrays import (
 )
 from rollwright.envs.libs.gym import GymWrapper
 from rollwright.envs.libs.torchrl_arrays.frames import trims
-from rollwright.envs.libs.torchrl_arrays.steps import TorchRLStep, is_serial
+from rollwright.envs.libs.torchrl_arrays.steps import TorchRLStep, is_serial, reset_of
 from rollwright.envs.libs.torchrl_arrays.transforms import array_transform, check_outputs_only, is_known, reads_root
 from rollwright.envs.on_arrays.chain import ArrayChain, ChainDeviation
 from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
@@ -140,7 +140,7 @@ class TorchRLArrays(ArrayEnv):
         except NotNative as reason:
             if not self._transforms or not TorchRLStep(base).is_plain:
                 raise
-            form = _stepped_there(known(base), known, TorchRLStep(base), base._reset)
+            form = _stepped_there(known(base), known, TorchRLStep(base), reset_of(base))
             form.keeps_resets = self._inner is not None
             form.held_back = f"{_STEPPED_THERE}{reason}"
             return form

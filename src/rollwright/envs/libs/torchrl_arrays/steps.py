@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from rollwright._foreign import class_path
 from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import STEPPED
 
-__all__ = ["SerialStep", "TorchRLStep", "is_serial"]
+__all__ = ["SerialStep", "TorchRLStep", "is_serial", "reset_of", "step_of"]
 
 _SERIAL = "torchrl.envs.batched_envs.SerialEnv"
 _BASE = "torchrl.envs.common", "EnvBase"
 _DONE, _TERMINATED, _TRUNCATED = "done", "terminated", "truncated"
 _COMPLETE = "_step_proc_data"
+_STEP, _RESET = "_step", "_reset"  # what those who write environments define
 _PARTS = ("step", _COMPLETE, "_complete_done", "_assert_tensordict_shape", "_skip_tensordict")
 _COMPLETED_ALIKE = ({_DONE}, {_TERMINATED}, {_TERMINATED, _TRUNCATED})  # here as there
 
@@ -55,7 +56,7 @@ class TorchRLStep:
         env = self._env
         if not self.is_plain:
             return env.step(tensordict.copy()).get("next")  # type: ignore[no-any-return]
-        outcome: TensorDictBase = (self._serial or env._step)(tensordict)
+        outcome: TensorDictBase = (self._serial or step_of(env))(tensordict)
         if not self._is_whole(outcome):
             outcome = getattr(env, _COMPLETE)(outcome)
         return outcome
@@ -95,9 +96,21 @@ def _same(kind: type, known: type, name: str) -> bool:
     return theirs is not None and inspect.getattr_static(kind, name) is theirs
 
 
+def step_of(env: Any) -> Callable[[TensorDictBase], TensorDictBase]:
+    """The step of an environment of TorchRL without what its base class adds."""
+    step: Callable[[TensorDictBase], TensorDictBase] = getattr(env, _STEP)
+    return step
+
+
+def reset_of(env: Any) -> Callable[..., TensorDictBase]:
+    """As :func:`step_of`, its reset."""
+    reset: Callable[..., TensorDictBase] = getattr(env, _RESET)
+    return reset
+
+
 def is_serial(env: Any) -> bool:
     """Whether an environment is TorchRL's ``SerialEnv``, with the methods of that class."""
-    return class_path(env) == _SERIAL and not {"step", "reset", "_step", "_reset"} & vars(env).keys()
+    return class_path(env) == _SERIAL and not {"step", "reset", _STEP, _RESET} & vars(env).keys()
 
 
 class SerialStep:
@@ -121,10 +134,9 @@ class SerialStep:
         if (envs := vars(env).get("_envs")) is not self._envs:
             self._envs, self._memory = envs, _memory_of(env)
         if not self._memory or tensordict.get(STEPPED, None) is not None:
-            stepped: TensorDictBase = env._step(tensordict)
-            return stepped
+            return step_of(env)(tensordict)
         rows = tensordict.unbind(0)
-        outcomes = [one._step(row) for one, row in zip(self._envs, rows, strict=True)]
+        outcomes = [step_of(one)(row) for one, row in zip(self._envs, rows, strict=True)]
         if not self._write(outcomes):
             self._update(outcomes)
         fresh = {key: memory.clone() for key, memory in self._memory}
