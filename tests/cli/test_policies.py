@@ -92,13 +92,15 @@ def test_program_acts_as_its_module(run, tmp_path, programs, name, num_envs):
     torch.testing.assert_close(frames["output1"], logits)
 
 
-def test_program_of_integers_with_categorical_actions(run, tmp_path, programs):
+@pytest.mark.parametrize("more", [[], ["--categorical-actions"]])
+def test_program_of_integers(run, tmp_path, programs, more):
     arguments = ["collect", "CartPole-v1", "--frames", 30, "--num-envs", 2, "--policy", programs / "index.pt2"]
-    result = run(*arguments, "--output", tmp_path / "out")
-    assert result.status == 1
-    assert "--categorical-actions" in result.err
-    assert run(*arguments, "--output", tmp_path / "out", "--categorical-actions").status == 0
-    assert load_dataset(tmp_path / "out")["action"].shape == (2, 15)
+    assert run(*arguments, "--output", tmp_path / "out", *more).status == 0
+    frames = load_dataset(tmp_path / "out")
+    assert frames["action"].shape == (2, 15)
+    torch.manual_seed(0)
+    _, index = Greedy(), Index()  # as the programs were made
+    assert torch.equal(frames["action"], index(frames["observation"]))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ __all__ = [
     "changed",
     "consuming",
     "dimension",
+    "ends_slices",
     "entry_of",
     "inverse_of",
     "inverted",
@@ -165,6 +166,12 @@ def applied(change: Transform, batch: Any) -> Any:
     if result is None:
         raise TypeError(f"transform: expected {change!r} to return the batch, got None. Let it return one.")
     return result
+
+
+def ends_slices(change: Transform) -> bool:
+    """Whether what a transform leaves of a batch is no slices: it says so by ``ends_slices``."""
+    given = change.transform if isinstance(change, Inverted) else change
+    return any(getattr(part, "ends_slices", False) for part in parts_of(given))
 
 
 def changed(

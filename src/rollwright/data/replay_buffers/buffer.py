@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -29,6 +30,7 @@ from rollwright.data.replay_buffers._arguments import (
     checked_transform,
     consuming,
     dimension,
+    ends_slices,
     entry_of,
     inverse_of,
     inverted,
@@ -380,7 +382,9 @@ class ReplayBuffer:
         if isinstance(batch, TensorDictBase):
             batch = self._with_info(self.sampler.mark(batch, draw), info)
         for change in self.transforms:
-            batch, info = changed(change, batch, info, lambda rest, kept: mark_rest(self.sampler, draw, rest, kept))
+            if ends_slices(change):
+                draw = draw._replace(slices=None)
+            batch, info = changed(change, batch, info, partial(mark_rest, self.sampler, draw))
         return (batch.pin_memory() if self.pin_memory else batch), dict(info), ran_out
 
     def _read(self, size: int) -> tuple[Draw, Any]:

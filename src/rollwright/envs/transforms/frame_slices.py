@@ -39,7 +39,7 @@ class LastOfSlices(Transform):
         leave_out: entries that are not stored, since they are joined.
     """
 
-    leaves_out = True
+    leaves_out = ends_slices = True
 
     def __init__(
         self, join: _Join, begins: NestedKey, *, keep: bool, owner: str, leave_out: Sequence[NestedKey]
