@@ -10,6 +10,7 @@ from tensordict.nn import InteractionType as Type
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import nn
 
+from rollwright.collectors import Collector
 from rollwright.policies import array_policy
 from rollwright.policies.nodes import Ask
 
@@ -119,3 +120,23 @@ def test_theirs_on_arrays(lab, name, batch, kind):
 def test_known_distributions_are_not_built(lab, name, phrase):
     flat = array_policy(POLICIES[name](), exploration_type=Type.RANDOM, batch_shape=(3,), available=lab.available)
     assert phrase not in flat.how
+
+
+@pytest.mark.parametrize("options", [{}, {"sigma_min": 0.02, "n_steps_annealing": 20}], ids=["constant", "falling"])
+@pytest.mark.filterwarnings("ignore")
+def test_their_process_of_noise_on_arrays(options):
+    envs = pytest.importorskip("torchrl.envs")
+    found = []
+    for given in ({}, {"use_buffers": False}):
+        env = envs.TransformedEnv(envs.GymEnv("Pendulum-v1"), envs.InitTracker())
+        env.set_seed(0)
+        torch.manual_seed(3)
+        actor = modules.Actor(modules.MLP(in_features=3, out_features=1, num_cells=[8]), spec=env.action_spec)
+        noise = modules.OrnsteinUhlenbeckProcessModule(env.action_spec, **options)
+        policy = TensorDictSequential(actor, noise)
+        with Collector(env, policy, frames_per_batch=230, **given) as collector:
+            found.append(collector.next().clone())
+            how = collector.stats()["paths"]["policy"]
+        assert how.startswith("plain" if given else "native"), how
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[1].keys(True, True))
+    assert found[0]["action"].std() > 0

@@ -20,7 +20,7 @@ from rollwright.modules import (
     QValueModule,
     TanhModule,
 )
-from rollwright.modules.tensordict_module.exploration import flags_of
+from rollwright.modules.tensordict_module.exploration import Spread, flags_of
 from rollwright.policies.nodes import Node, Step, Values
 
 __all__ = ["MODULES", "Call", "Called", "Projection", "safe_keys"]
@@ -224,7 +224,7 @@ class _Process:
         process = module.ou
         self._module = module
         self.theta, self.mu, self.dt, self.x0 = process.theta, process.mu, process.dt, process.x0
-        self._sigma, self._sigma_min, self._slope = process.c, process.sigma_min, process.m
+        self.spread = Spread(process.c, process.sigma_min, process.m, process.dt)
 
     @property
     def eps(self) -> Any:

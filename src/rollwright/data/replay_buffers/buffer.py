@@ -383,7 +383,7 @@ class ReplayBuffer:
             batch = self._with_info(self.sampler.mark(batch, draw), info)
         for change in self.transforms:
             if ends_slices(change):
-                draw = draw._replace(slices=None)
+                draw = draw.of(None)
             batch, info = changed(change, batch, info, partial(mark_rest, self.sampler, draw))
         return (batch.pin_memory() if self.pin_memory else batch), dict(info), ran_out
 

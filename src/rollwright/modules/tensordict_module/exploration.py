@@ -22,6 +22,7 @@ __all__ = [
     "AdditiveGaussianModule",
     "EGreedyModule",
     "OrnsteinUhlenbeckProcessModule",
+    "Spread",
     "explores",
     "flags_of",
     "random_actions",
@@ -321,10 +322,8 @@ class OrnsteinUhlenbeckProcessModule(_Annealed):
             raise RuntimeError("spec: expected the spec of the action, got None. Pass env.action_spec.")
         self._spec, self.safe = own, safe
         self.theta, self.mu, self.dt = theta, mu, dt
-        self._sigma, self._sigma_min = sigma, sigma if sigma_min is None else sigma_min
-        self._slope = 0.0 if sigma_min is None else -(sigma - sigma_min) / n_steps_annealing
-        # In the precision that it has where it changes from step to step.
-        self._constant_spread = float(torch.tensor(max(self._sigma, self._sigma_min)) * math.sqrt(dt))
+        slope = 0.0 if sigma_min is None else -(sigma - sigma_min) / n_steps_annealing
+        self.spread = Spread(sigma, sigma if sigma_min is None else sigma_min, slope, dt)
         self.register_buffer("x0", torch.as_tensor(0.0 if x0 is None else x0, device=device))
         self.action_key, self.is_init_key = action_key, is_init_key
         self.in_keys = [action_key]
@@ -371,15 +370,31 @@ class OrnsteinUhlenbeckProcessModule(_Annealed):
         x0 = self.x0
         noise = noise + x0
         drift = self.theta * (self.mu - noise) * self.dt
-        noise = noise + drift + torch.randn_like(noise).mul_(self._spread(steps, noise))
+        noise = noise + drift + torch.randn_like(noise).mul_(self.spread.at(steps, noise))
         return action + self.eps * noise, noise - x0, steps + 1
 
-    def _spread(self, steps: Tensor, noise: Tensor) -> Any:
-        """The factor of the normal noise of a step."""
-        if not self._slope:
-            return self._constant_spread
+
+class Spread:
+    """The factor of the normal noise of a process, which may fall from step to step.
+
+    Args:
+        sigma: deviation in the first step.
+        sigma_min: the least one.
+        slope: by which it changes with each step.
+        dt: length of a step.
+    """
+
+    def __init__(self, sigma: float, sigma_min: float, slope: float, dt: float) -> None:
+        self._sigma, self._sigma_min, self._slope, self._root = sigma, sigma_min, slope, math.sqrt(dt)
+        # In the precision that it has where it changes.
+        self._constant = None if slope else float(torch.tensor(float(max(sigma, sigma_min))) * self._root)
+
+    def at(self, steps: Tensor, noise: Tensor) -> Any:
+        """The factor after a number of steps, to be multiplied with noise of the shape of ``noise``."""
+        if self._constant is not None:
+            return self._constant
         count: Any = expand_as_right(steps, noise)
-        return torch.clamp_min(self._slope * count + self._sigma, self._sigma_min) * math.sqrt(self.dt)
+        return torch.clamp_min(self._slope * count + self._sigma, self._sigma_min) * self._root
 
 
 def flags_of(is_init: Tensor, batch: torch.Size) -> Tensor:

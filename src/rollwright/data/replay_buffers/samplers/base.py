@@ -61,6 +61,10 @@ class Draw(NamedTuple):
     info: dict[str, Any]
     slices: Slices | None = None
 
+    def of(self, slices: Slices | None) -> Draw:
+        """The same with other slices."""
+        return self._replace(slices=slices)
+
 
 class Sampler:
     """Chooses elements of a storage.
@@ -298,7 +302,7 @@ def mark_rest(sampler: Sampler, draw: Draw, batch: TensorDictBase, kept: torch.T
         return batch
     behind = np.flatnonzero(np.diff(kept.numpy(force=True)) != 1)
     slices = Slices(np.append(0, behind + 1), np.append(behind, len(kept) - 1))
-    return sampler.mark(batch, draw._replace(slices=slices))
+    return sampler.mark(batch, draw.of(slices))
 
 
 def _read_beside_writers(
