@@ -490,6 +490,66 @@ class TestSteps:
         assert (first.torchrl_env.steps, other.torchrl_env.steps) == (0, 3)
 
 
+class Allowing(gymnasium.Env):
+    """Allows one action of four, another one in each step; the reward says whether it was taken."""
+
+    observation_space = gymnasium.spaces.Dict(
+        action_mask=gymnasium.spaces.MultiBinary(4), observation=gymnasium.spaces.Box(-1, 1, (2,))
+    )
+    action_space = gymnasium.spaces.Discrete(4)
+    count = 0
+
+    def reset(self, *, seed=None, options=None):
+        return self.seen(), {}
+
+    def step(self, action):
+        reward, self.count = float(self.seen()["action_mask"][action]), self.count + 1
+        return self.seen(), reward, False, False, {}
+
+    def seen(self):
+        return {"action_mask": np.eye(4, dtype=np.int8)[self.count % 4], "observation": np.zeros(2, np.float32)}
+
+
+class OwnAllowing(envs.EnvBase):
+    """The same as an environment of TorchRL."""
+
+    def __init__(self):
+        super().__init__(batch_size=())
+        self.observation_spec = data.Composite(action_mask=data.Binary(4, dtype=torch.bool))
+        self.action_spec, self.reward_spec = data.Categorical(4), Unbounded((1,))
+        self.done_spec = data.Categorical(2, shape=(1,), dtype=torch.bool)
+        self.add_truncated_keys()
+        self.inner = Allowing()
+
+    def _reset(self, tensordict=None, **kwargs):
+        return TensorDict({"action_mask": torch.from_numpy(self.inner.seen()["action_mask"]).bool()}, ())
+
+    def _step(self, tensordict):
+        seen, reward, *_ = self.inner.step(int(tensordict["action"]))
+        found = {"action_mask": torch.from_numpy(seen["action_mask"]).bool(), "reward": torch.tensor([reward])}
+        return TensorDict(found | flags(done=False, terminated=False, truncated=False), ())
+
+    def _set_seed(self, seed):
+        pass
+
+
+MASKED = {
+    "gymnasium": lambda: around(
+        envs.GymWrapper(Allowing(), categorical_action_encoding=True), envs.StepCounter(5), envs.ActionMask()
+    ),
+    "own": lambda: around(OwnAllowing(), envs.ActionMask(), envs.StepCounter(5)),
+    "in turn": lambda: around(envs.SerialEnv(2, OwnAllowing), envs.ActionMask()),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_buffers": False}], ids=["arrays", "tensordicts"])
+@pytest.mark.parametrize("name", MASKED)
+def test_random_actions_are_those_that_a_mask_of_torchrl_allows(name, options):
+    with Collector(MASKED[name](), None, frames_per_batch=40, **options) as collector:
+        assert (collector.next()["next", "reward"] == 1).all()
+        assert collector.stats()["paths"]["env"].startswith("plain" if options else "native")
+
+
 class Doubled(Flagged):
     """Returns other dtypes than its specs say."""
 

@@ -69,7 +69,7 @@ class TorchRLWrapper(EnvBase):
         pairs = [(theirs[key], ours[key]) for key in self.action_keys]
         self._masked = [pair for pair in pairs if hasattr(pair[0], "update_mask") and hasattr(pair[1], "update_mask")]
 
-    def _take_masks(self) -> None:
+    def take_masks(self) -> None:
         """What is allowed now, which transforms and environments write into their specs."""
         for theirs, ours in self._masked:
             if theirs.mask is not None or ours.mask is not None:
@@ -80,7 +80,7 @@ class TorchRLWrapper(EnvBase):
             fresh: TensorDictBase = self.torchrl_env.reset(**kwargs)
         else:
             fresh = without(self.torchrl_env.reset(tensordict.copy(), **kwargs), "next", *self.reset_keys)
-        self._take_masks()
+        self.take_masks()
         return fresh
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -90,7 +90,7 @@ class TorchRLWrapper(EnvBase):
         """What a step returns for ``tensordict``, into which the environment may write."""
         outcome = self._torchrl_step(tensordict)
         if self._masked:
-            self._take_masks()
+            self.take_masks()
         return outcome
 
     def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:

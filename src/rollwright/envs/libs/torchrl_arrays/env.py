@@ -198,6 +198,8 @@ class TorchRLArrays(ArrayEnv):
                 if found.outcome.get(key, None) is None:
                     found.outcome.set(key, torch.from_numpy(value))
             raise self._finished(root, 0, found.outcome, str(found)) from None
+        if self._base.may_be_unfit:
+            self._env.take_masks()
         for key, value in preset.items():  # transforms see what the policy has written, and leave it
             out.setdefault(key, value)
         try:
@@ -231,6 +233,8 @@ class TorchRLArrays(ArrayEnv):
                 values = self._base.reset_from(passed, rows, **kwargs)
         except UnfitOutcome as found:
             raise self._finished_reset(rows, root, 0, found.outcome, str(found)) from None
+        if self._base.may_be_unfit:
+            self._env.take_masks()
         try:
             self._chain.reset(values, rows, root)
         except ChainDeviation as found:
@@ -271,6 +275,7 @@ class _Called(NamedTuple):
     def _result(self, name: str, *args: Any) -> TensorDictBase:
         """The result of a method that is for those who write transforms."""
         changed: TensorDictBase = getattr(self.transform, name)(*args)
+        self.env.take_masks()  # such as ActionMask writes into the action's spec
         return changed
 
 
