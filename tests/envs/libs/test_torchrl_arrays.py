@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from rollwright.collectors import Collector
-from rollwright.envs import Compose, GymWrapper, ParallelEnv, RewardSum, SerialEnv, TransformedEnv
+from rollwright.envs import Compose, GymWrapper, ParallelEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv
 from rollwright.envs.libs.torchrl import TorchRLWrapper
 from rollwright.errors import EnvError
 
@@ -539,6 +539,8 @@ MASKED = {
     ),
     "own": lambda: around(OwnAllowing(), envs.ActionMask(), envs.StepCounter(5)),
     "in turn": lambda: around(envs.SerialEnv(2, OwnAllowing), envs.ActionMask()),
+    "around ours": lambda: TransformedEnv(GymWrapper(Allowing(), categorical_action_encoding=True), envs.ActionMask()),
+    "ours around own": lambda: TransformedEnv(OwnAllowing(), Compose(StepCounter(5), envs.ActionMask())),
 }
 
 

@@ -16,6 +16,7 @@ from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs.torchrl_arrays.env import torchrl_array_form
 from rollwright.envs.libs.torchrl_arrays.frames import only_below_next, trim_by, trims
+from rollwright.envs.libs.torchrl_arrays.masks import Masks
 from rollwright.envs.libs.torchrl_arrays.steps import TorchRLStep
 from rollwright.errors import EnvError
 
@@ -54,7 +55,6 @@ class TorchRLWrapper(EnvBase):
         self._torchrl_step = TorchRLStep(env)
         self.batch_locked = bool(env.batch_locked)
         self._reopen()  # TorchRL marks most environments as closed from the start
-        self._masked: list[tuple[Any, Any]] = []
         for name in _SPECS:
             theirs = getattr(env, f"full_{name}_spec")
             try:
@@ -65,15 +65,11 @@ class TorchRLWrapper(EnvBase):
         self._find_masks()
 
     def _find_masks(self) -> None:
-        theirs, ours = self.torchrl_env.full_action_spec, self.full_action_spec
-        pairs = [(theirs[key], ours[key]) for key in self.action_keys]
-        self._masked = [pair for pair in pairs if hasattr(pair[0], "update_mask") and hasattr(pair[1], "update_mask")]
+        self._masks = Masks(self.torchrl_env.full_action_spec, self.full_action_spec, self.action_keys)
 
     def take_masks(self) -> None:
-        """What is allowed now, which transforms and environments write into their specs."""
-        for theirs, ours in self._masked:
-            if theirs.mask is not None or ours.mask is not None:
-                ours.update_mask(theirs.mask)
+        """Take over what is allowed now, which transforms and environments of TorchRL write into their specs."""
+        self._masks.take()
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         if tensordict is None:
@@ -89,8 +85,7 @@ class TorchRLWrapper(EnvBase):
     def _stepped(self, tensordict: TensorDictBase) -> TensorDictBase:
         """What a step returns for ``tensordict``, into which the environment may write."""
         outcome = self._torchrl_step(tensordict)
-        if self._masked:
-            self.take_masks()
+        self.take_masks()
         return outcome
 
     def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:

@@ -15,6 +15,7 @@ from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs.torchrl import from_torchrl, to_torchrl
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform
 from rollwright.envs.libs.torchrl_arrays.frames import only_below_next, transform_trims, trim_by
+from rollwright.envs.libs.torchrl_arrays.masks import Masks
 from rollwright.envs.libs.torchrl_arrays.transforms import array_transform, check_outputs_only, is_known, reads_root
 from rollwright.envs.libs.torchrl_envs import holder_of
 from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
@@ -67,11 +68,19 @@ class ForeignTransform(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         changed: TensorDictBase = self._theirs("_step", tensordict, next_tensordict)
+        self._take_masks()
         return changed
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         changed: TensorDictBase = self._theirs("_reset", self._reset_data(tensordict), tensordict_reset)
+        self._take_masks()
         return changed
+
+    def _take_masks(self) -> None:
+        """What TorchRL's transform has written into the action's spec, such as ``ActionMask``."""
+        env, held = self.container, self.__dict__["_held"]
+        if env is not None and held is not None:
+            self._remember("masks", lambda: Masks(held.full_action_spec, env.full_action_spec, env.action_keys)).take()
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         given = None if tensordict is None else self._reset_data(tensordict)
@@ -246,6 +255,7 @@ class ForeignTransform(Transform):
         """Let TorchRL's transform meet its environment anew."""
         if self.__dict__.get("_held") is not None:
             self.__dict__["_held"] = None
+            self.__dict__["_memo"].pop("masks", None)
             self._inner.reset_parent()
 
     # The object -------------------------------------------------------------------------------
