@@ -14,14 +14,26 @@ from torch import distributions as D
 from torch import nn
 
 from rollwright.collectors import Collector
+from rollwright.data import Composite, Unbounded
 from rollwright.envs import (
+    ActionMask,
+    CatFrames,
+    Compose,
     DoubleToFloat,
+    FlattenObservation,
+    InitTracker,
+    PettingZooEnv,
     PettingZooWrapper,
+    RandomTruncationTransform,
     RewardSum,
     SerialEnv,
     StepCounter,
+    TensorDictPrimer,
+    TimeMaxPool,
     Transform,
     TransformedEnv,
+    VecNorm,
+    VecNormV2,
 )
 from rollwright.envs.arrays import array_form
 from rollwright.errors import EnvError, NotNative
@@ -103,6 +115,53 @@ def test_random_actions_keep_to_the_mask(wrap):
         for player in ("player_1", "player_2"):
             allowed = frames[player, "action_mask"].gather(-1, frames[player, "action"].unsqueeze(-1))
             assert allowed.all()
+
+
+def in_one_group():
+    pytest.importorskip("pygame")
+    players = {"players": ["player_1", "player_2"]}
+    return PettingZooEnv("tictactoe_v3", parallel=False, use_mask=True, group_map=players)
+
+
+def masked(env, *groups):
+    return TransformedEnv(env, Compose(*(ActionMask((group, "action"), (group, "action_mask")) for group in groups)))
+
+
+MASKED = {
+    "agents": lambda: masked(SerialEnv(2, in_one_group), "players"),
+    "groups": lambda: masked(SerialEnv(2, lambda: made("tictactoe")), "player_1", "player_2"),
+    "batches": lambda: masked(SerialEnv(2, lambda: SerialEnv(2, in_one_group)), "players"),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_of_agents_follow_their_environment_through_partial_resets(name):
+    groups = ("player_1", "player_2") if name == "groups" else ("players",)
+    for frames in assert_paths_agree(MASKED[name], num=5):
+        for group in groups:
+            assert frames[group, "action_mask"].gather(-1, frames[group, "action"].unsqueeze(-1)).all()
+
+
+BESIDE = {
+    "frames": lambda: CatFrames(3, dim=-1, in_keys=[("players", "flat")], out_keys=[("players", "frames")]),
+    "statistics": lambda: VecNorm(in_keys=[("players", "flat"), ("players", "reward")]),
+    "statistics of each": lambda: VecNormV2(in_keys=[("players", "flat")], reduce_batch_dims=False),
+    "the greatest": lambda: TimeMaxPool([("players", "flat")], T=2),
+    "first steps": lambda: InitTracker(),
+    "states": lambda: TensorDictPrimer({"players": Composite(state=Unbounded((2, 2, 4)), shape=(2, 2))}),
+    "cuts": lambda: RandomTruncationTransform(max_horizon=5, min_horizon=2),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_transforms_of_agents_entries_on_arrays_as_on_tensordicts(name):
+    def make():
+        seen = ("players", "observation", "observation")
+        flat = FlattenObservation(-3, -1, in_keys=[seen], out_keys=[("players", "flat")])
+        return TransformedEnv(SerialEnv(2, in_one_group), Compose(flat, StepCounter(), RewardSum(), BESIDE[name]()))
+
+    frames = torch.cat(assert_paths_agree(make, num=3))
+    assert frames["next", "done"].sum() > 3
 
 
 def acting(env):

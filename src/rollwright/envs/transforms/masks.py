@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from tensordict import TensorDictBase
@@ -71,7 +73,7 @@ class ActionMask(Transform):
             raise RuntimeError("ActionMask needs an environment: TransformedEnv(env, ActionMask()).")
         spec = self._spec(env.full_action_spec)
         if done is not None:
-            done = done.reshape(done.shape[:-1] + (1,) * (mask.ndim - done.ndim + 1))
+            done = _beside(done, mask)
             parts = mask.split(spec.widths(), -1)
             mask = torch.cat([part | (done & ~part.any(-1, keepdim=True)) for part in parts], -1)
         self._mask = mask
@@ -83,18 +85,21 @@ class ActionMask(Transform):
         key, entry = self.mask_key, env.entries.get(self.mask_key)
         if entry is None or entry.column or entry.dtype != np.bool_:
             raise NotNative(f"ActionMask finds no mask at {key!r}, but {entry}")
-        last: torch.Tensor | None = None
+        group = unravel((*as_tuple(self.action_key)[:-1], DONE))
+        flag = env.flags.get(group)  # of the agents, if the action is theirs
 
         def step(root: Values, out: Values) -> None:
-            nonlocal last
-            last = torch.from_numpy(out[key])
-            self._allow(last, torch.from_numpy(np.array(out["done"])).unsqueeze(-1))
+            done = out[DONE] if flag is None else out[group]
+            self._allow(torch.from_numpy(out[key]), _flags(done, column=flag is None or flag.column))
 
         def restart(fresh: Values, rows: Rows | None) -> None:
-            mask, marked = torch.from_numpy(fresh[key]), None
-            if rows is not None:
-                marked = torch.from_numpy(np.array(rows)).unsqueeze(-1)
-                mask = mask if last is None else torch.where(marked, mask, last)
+            mask = torch.from_numpy(fresh[key])
+            if rows is None:
+                self._allow(mask, None)
+                return
+            marked = _flags(rows, column=True)
+            if self._mask is not None:  # of the others, which go on
+                mask = torch.where(_beside(marked, mask), mask, self._mask)
             self._allow(mask, marked)
 
         return ArrayTransform({}, [], step, lambda fresh: restart(fresh, None), restart=restart)
@@ -122,3 +127,14 @@ class ActionMask(Transform):
 
     def __repr__(self) -> str:
         return f"ActionMask(action_key={self.action_key!r}, mask_key={self.mask_key!r})"
+
+
+def _flags(values: Any, *, column: bool) -> torch.Tensor:
+    """Flags of arrays as those of TensorDicts, ``[*batch, 1]``."""
+    flags = torch.from_numpy(np.array(values))
+    return flags.unsqueeze(-1) if column else flags
+
+
+def _beside(flags: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Flags ``[*batch, 1]``, shaped to broadcast against a mask, which may be of several agents."""
+    return flags.reshape(flags.shape[:-1] + (1,) * (mask.ndim - flags.ndim + 1))
