@@ -130,17 +130,33 @@ def names_of(declaration: type, *, marked: str | None = None) -> list[str]:
     return [name for name in names if marked in getattr(hints[name], "__metadata__", ())]
 
 
-def refuse_unknown(given: Iterable[str], known: list[str], owner: str) -> None:
+def refuse_unknown(given: Iterable[str], known: list[str], owner: str | type) -> None:
     """Test names of options.
 
+    Args:
+        given: the names.
+        known: those that are right.
+        owner: what has the options; of a class, the message lists what its signature shows.
+
     Raises:
-        TypeError: one is unknown; the message has the nearest known one.
+        TypeError: one is unknown; the message has all names, the most similar first.
     """
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" It has {', '.join(known)}."
-            raise TypeError(f"{owner} has no option {name!r}.{hint}")
+            listed = known if isinstance(owner, str) else _keywords(owner) or known
+            near = difflib.get_close_matches(name, listed, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            title = owner if isinstance(owner, str) else owner.__name__
+            names = ", ".join(sorted(listed, key=lambda each: -difflib.SequenceMatcher(None, name, each).ratio()))
+            raise TypeError(f"{title} has no option {name!r}.{hint} Its options, the most similar first: {names}.")
+
+
+def _keywords(owner: type) -> list[str]:
+    """The keyword arguments in the signature of a class; none where it takes any."""
+    parameters = inspect.signature(owner).parameters.values()
+    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+        return []
+    return [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
 
 
 # What people see ------------------------------------------------------------------------------
@@ -165,7 +181,9 @@ def with_options(
         cls.__signature__ = _Signature(cls.__init__, inspect.Signature(list(named.values())))
         if cls.__doc__:
             lines = "\n".join(shown.values()).replace("\n", "\n    ")
-            cls.__doc__ = re.sub(r"    \*\*options: .*?(?=\n\n)", lambda _: lines, cls.__doc__, count=1, flags=re.S)
+            cls.__doc__ = re.sub(
+                r"    \*\*options: .*?(?=\n\n|\s*\Z)", lambda _: lines, cls.__doc__, count=1, flags=re.S
+            )
         return owner
 
     return decorate

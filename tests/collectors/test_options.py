@@ -9,14 +9,20 @@ from dataclasses import fields
 import pytest
 
 from rollwright.collectors import (
+    AsyncCollector,
     Collector,
     CollectorOptions,
+    Evaluator,
     MultiAsyncCollector,
     MultiCollector,
     MultiSyncCollector,
     SyncDataCollector,
 )
+from rollwright.collectors.clusters.groups import GroupOptions
+from rollwright.collectors.distributed import DistributedSyncCollector, RayCollector, RPCCollector
 from rollwright.collectors.factory import BackendOptions
+from rollwright.collectors.llm.options import LLMOptions
+from rollwright.collectors.llm.workers import MultiLLMCollector
 from rollwright.collectors.workers.options import WorkerOptions
 
 DECLARED = [CollectorOptions, WorkerOptions, BackendOptions]
@@ -26,6 +32,18 @@ SHOWN = {
     MultiCollector: [CollectorOptions, WorkerOptions],
     MultiSyncCollector: [CollectorOptions, WorkerOptions],
     MultiAsyncCollector: [CollectorOptions, WorkerOptions],
+    AsyncCollector: [CollectorOptions, WorkerOptions],
+    DistributedSyncCollector: [CollectorOptions, WorkerOptions, GroupOptions],
+    RPCCollector: [CollectorOptions, WorkerOptions, GroupOptions],
+    RayCollector: [CollectorOptions, WorkerOptions, GroupOptions],
+    MultiLLMCollector: [LLMOptions, WorkerOptions],
+}
+OTHERWISE = {  # what is one number or one value there, or has another name
+    Collector: {"num_workers"},
+    AsyncCollector: {"num_workers"},
+    DistributedSyncCollector: {"num_workers", "backend", "sync", "update_at_each_batch", "max_weight_update_interval"},
+    RPCCollector: {"num_workers", "backend", "sync", "update_at_each_batch"},
+    RayCollector: {"num_workers", "backend", "sync", "update_at_each_batch"},
 }
 WRONG = [
     (CollectorOptions, {"frames_per_batch": "x"}, TypeError, "expected an integer of at least 1, got str: 'x'."),
@@ -54,12 +72,37 @@ def test_signature_and_help_list_every_option(cls, declarations):
     signature, text = inspect.signature(cls).parameters, pydoc.render_doc(cls, renderer=pydoc.plaintext)
     for declaration in declarations:
         for field in fields(declaration):
-            if cls is Collector and field.name == "num_workers":
-                continue  # which it calls num_collectors
+            if field.name in OTHERWISE.get(cls, ()):
+                continue
             assert signature[field.name].default == field.default
             assert signature[field.name].annotation is not inspect.Parameter.empty
             assert f" {field.name}: " in text
     assert "**options" not in inspect.getdoc(cls)
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "message"),
+    [
+        (
+            Collector,
+            "num_colectors",
+            r"Did you mean 'num_collectors'\? Its options, .* first: num_collectors, .*, device",
+        ),
+        (Collector, "envs", "'envs'. Its options, the most similar first: env_groups, .*num_collectors"),
+        (RayCollector, "num_colectors", r"Did you mean 'num_collectors'\?"),
+        (DistributedSyncCollector, "update_intervall", r"Did you mean 'update_interval'\?"),
+        (Evaluator, "num_trajectory", r"Evaluator has .* mean 'num_trajectories'\?"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_names_of_the_signature(cls, given, message):
+    with pytest.raises(TypeError, match=message):
+        cls(lambda: None, None, **{given: 3})
+
+
+def test_functions_for_groups_are_counted_by_groups():
+    options = {"num_collectors": 2, "backend": "tcp", "backend_options": {"num_workers_per_collector": 2}}
+    with pytest.raises(ValueError, match="one function for each of the 2 collectors, got 4"):
+        Collector([lambda: None] * 4, None, **options)
 
 
 def test_a_subclass_shows_its_own_constructor():

@@ -144,7 +144,7 @@ class Collector(BaseCollector):
     def _construct(self, create_env_fn: EnvMaker, policy: Callable[..., Any] | None, options: dict[str, Any]) -> None:
         self.closed = True  # until construction succeeds
         owner = type(self).__name__
-        self.options = parsed = self._parsed(local_options(options), owner)
+        self.options = parsed = self._parsed(local_options(options))
         self.worker_idx = parsed.worker_idx
         self._hooks = Hooks(parsed.pre_collect_hook, parsed.post_collect_hook)
         self._profile = Profile(lambda: self._worker_idx)
@@ -177,8 +177,8 @@ class Collector(BaseCollector):
                 self.register_scheme_receiver(dict(parsed.weight_recv_schemes))
             warn_of_options(owner, parsed, stacklevel=stacklevel + 1)
 
-    def _parsed(self, options: dict[str, Any], owner: str) -> CollectorOptions:
-        return CollectorOptions.parse(options, owner)
+    def _parsed(self, options: dict[str, Any]) -> CollectorOptions:
+        return CollectorOptions.parse(options, type(self))
 
     @staticmethod
     def _in_own_words(rounding: str) -> str:

@@ -76,7 +76,7 @@ class SyncDataCollector(Collector):
                 modes = ", ".join(repr(member.name.lower()) for member in ExplorationType)
                 raise ValueError(f"exploration_mode: expected one of {modes}, got {exploration_mode!r}.") from None
         options.setdefault("storing_device", "cpu")
-        parsed = CollectorOptions.parse(options, type(self).__name__)
+        parsed = CollectorOptions.parse(options, type(self))
         if parsed.total_frames != -1 and parsed.total_frames % parsed.frames_per_batch:
             whole = -(-parsed.total_frames // parsed.frames_per_batch) * parsed.frames_per_batch
             raise ValueError(

@@ -15,6 +15,7 @@ __all__ = [
     "BackendOptions",
     "local_options",
     "make_with_workers",
+    "makers_of_workers",
     "num_in_each",
     "register_workers",
     "wants_workers",
@@ -79,12 +80,28 @@ def make_with_workers(args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     listed = makers_in(makers)
     if listed is not None and in_each > 1:  # one for each group
         given.pop("create_env_fn", None)
-        args = ([maker for maker in listed for _ in range(in_each)], *args[1:])
+        args = (makers_of_workers(listed, count, in_each), *args[1:])
     if count is not None:
         given["num_workers"] = count * in_each
     elif listed is None:
         given.setdefault("num_workers", in_each)
     return _makers[0](*args, **given)
+
+
+def makers_of_workers(create_env_fn: Any, num_collectors: int | None, in_each: int) -> list[Any]:
+    """What makes the environment of each worker, in order of the collectors that they belong to.
+
+    Raises:
+        ValueError: a list has another length.
+    """
+    listed = makers_in(create_env_fn)
+    given = [create_env_fn] * (num_collectors or 1) if listed is None else listed
+    if num_collectors not in (None, len(given)):
+        raise ValueError(
+            f"create_env_fn: expected one function for each of the {num_collectors} collectors, got {len(given)}. "
+            "Change num_collectors, or pass a single function for all."
+        )
+    return [maker for maker in given for _ in range(in_each)]
 
 
 def local_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class MultiCollector(BaseCollector):
             if options.get("sync", self._sync) is not self._sync:
                 raise ValueError(f"sync: {owner} has sync={self._sync}, got {options['sync']!r}. Drop it.")
             options["sync"] = self._sync
-        self.own_options, others = WorkerOptions.split(options, owner, self._options_kind)
+        self.own_options, others = WorkerOptions.split(options, type(self), self._options_kind)
         own = self.own_options
         factories = factories_of(create_env_fn, own, owner)
         self.num_workers = len(factories)
@@ -669,6 +669,7 @@ class MultiAsyncCollector(MultiCollector):
     _sync = False
 
 
+@with_options(WorkerOptions, CollectorOptions, leave_out=["num_workers"])
 class AsyncCollector(MultiCollector):
     """A :class:`MultiAsyncCollector` of one worker: it collects while the consumer trains.
 

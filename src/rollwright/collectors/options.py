@@ -263,11 +263,11 @@ class CollectorOptions:
         check_delivery(self)
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any], owner: str) -> CollectorOptions:
+    def parse(cls, options: Mapping[str, Any], owner: str | type) -> CollectorOptions:
         """Options from keyword arguments.
 
         Raises:
-            TypeError: for an unknown name, with the nearest known one.
+            TypeError: for an unknown name, with the most similar ones first.
         """
         refuse_unknown(options, names_of(cls), owner)
         return cls(**options)

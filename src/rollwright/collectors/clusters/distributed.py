@@ -117,7 +117,7 @@ class DistributedCollector(MultiCollector):
         self._construct(made.makers, policy, made.options)
 
 
-@with_options(WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
+@with_options(DistributedCollector, leave_out=["sync", "max_weight_update_interval"])
 class DistributedSyncCollector(MultiCollector):
     """A :class:`DistributedCollector` whose batches are of all workers, each with the newest weights.
 

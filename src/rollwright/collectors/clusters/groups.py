@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from rollwright._options import check_fields, whole
-from rollwright.collectors.clusters.inner import check_collector_class, inner_options, makers_of_workers
+from rollwright.collectors.clusters.inner import check_collector_class, inner_options
+from rollwright.collectors.factory import makers_of_workers
 from rollwright.collectors.workers.weights import PeriodicUpdates
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from rollwright.collectors.collector import Collector
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.options import WorkerOptions
-from rollwright.envs.libs.foreign import makers_in
 
-__all__ = ["check_collector_class", "inner_options", "makers_of_workers"]
+__all__ = ["check_collector_class", "inner_options"]
 
 _NAMES: dict[str, type[BaseCollector]] = {
     "single": Collector,
@@ -45,22 +44,6 @@ def check_collector_class(value: object) -> type[BaseCollector]:
         "collector_class: expected Collector, MultiSyncCollector, MultiAsyncCollector or one of their names, got "
         f"{value!r}."
     )
-
-
-def makers_of_workers(create_env_fn: Any, num_collectors: int | None, in_each: int) -> list[Any]:
-    """What makes the environment of each worker, in order of the collectors that they belong to.
-
-    Raises:
-        ValueError: a list has another length.
-    """
-    listed = makers_in(create_env_fn)
-    given = [create_env_fn] * (num_collectors or 1) if listed is None else listed
-    if num_collectors not in (None, len(given)):
-        raise ValueError(
-            f"create_env_fn: expected one function for each of the {num_collectors} collectors, got {len(given)}. "
-            "Change num_collectors, or pass a single function for all."
-        )
-    return [maker for maker in given for _ in range(in_each)]
 
 
 def inner_options(given: Any, options: Mapping[str, Any], num_groups: int, in_each: int) -> dict[str, Any]:

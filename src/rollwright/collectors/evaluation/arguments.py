@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from rollwright.collectors.rollout.policy_copies import copied_policy, never_copied_in
 from rollwright.weight_update.forms import State, flat_state
 
-__all__ = ["EVALUATOR_OPTIONS", "check_arguments", "check_options", "copy_of", "own_policy", "weights_of"]
+__all__ = ["EVALUATOR_OPTIONS", "check_arguments", "copy_of", "own_policy", "weights_of"]
 
 _BUSY = ("skip", "error", "queue")
 EVALUATOR_OPTIONS = (  # of CollectorOptions: those that leave an evaluation what it is
@@ -63,20 +62,6 @@ def check_arguments(
             raise TypeError(f"{name}: expected a callable or None, got {type(function).__name__}: {function!r}.")
     if isinstance(env_step_timeout, bool) or not isinstance(env_step_timeout, int | float) or env_step_timeout <= 0:
         raise ValueError(f"env_step_timeout: expected seconds above 0, got {env_step_timeout!r}.")
-
-
-def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of collectors that an Evaluator takes.
-
-    Raises:
-        TypeError: one is none of them.
-    """
-    refused = [name for name in options if name not in EVALUATOR_OPTIONS]
-    if refused:
-        raise TypeError(
-            f"Evaluator has no option {refused[0]!r}. Of those of collectors, it has {', '.join(EVALUATOR_OPTIONS)}."
-        )
-    return dict(options)
 
 
 def own_policy(policy: Any, factory: Any, backend: str) -> tuple[Any, nn.Module | None, nn.Module | None]:

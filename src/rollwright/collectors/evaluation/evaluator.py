@@ -13,12 +13,11 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
 from rollwright._memory import Segment
-from rollwright._options import with_options
+from rollwright._options import refuse_unknown, with_options
 from rollwright._processes.start.methods import check_start_method
 from rollwright.collectors.evaluation.arguments import (
     EVALUATOR_OPTIONS,
     check_arguments,
-    check_options,
     copy_of,
     own_policy,
     weights_of,
@@ -136,6 +135,7 @@ class Evaluator:
         **options: Unpack[EvaluatorKeywords],
     ) -> None:
         self._closed = self._ended = True  # until construction succeeds
+        refuse_unknown(options, list(EVALUATOR_OPTIONS), Evaluator)
         check_arguments(num_trajectories, backend, busy_policy, on_result, metrics_fn, env_step_timeout, seed)
         check_start_method("start_method", start_method)
         if backend == "ray" and start_method is not None:
@@ -154,7 +154,7 @@ class Evaluator:
             )
         self._backend, self._seed, self._busy_policy = backend, seed, busy_policy
         self._prefix, self._step_timeout_s = log_prefix, float(env_step_timeout)
-        named = {"exploration_type": exploration_type, "max_frames_per_traj": max_steps, **check_options(options)}
+        named = {"exploration_type": exploration_type, "max_frames_per_traj": max_steps, **options}
         CollectorOptions.parse({**named, "policy_factory": policy_factory}, type(self).__name__)
         acting, self._source, target = own_policy(policy, policy_factory, backend)
         named["policy_factory"] = policy_factory

@@ -81,8 +81,8 @@ class LLMCollector(Collector):
         super()._construct(create_env_fn, policy, options)
         self._use_tracker()
 
-    def _parsed(self, options: dict[str, Any], owner: str) -> ConversationOptions:
-        self.llm_options = LLMOptions.parse(options, owner)
+    def _parsed(self, options: dict[str, Any]) -> ConversationOptions:
+        self.llm_options = LLMOptions.parse(options, type(self))
         return ConversationOptions(**self.llm_options.translated())
 
     @staticmethod

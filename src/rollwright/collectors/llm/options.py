@@ -165,11 +165,11 @@ asks for turns of any. Drop one of the two.
         return bool(one) or self.trajs_per_batch is not None or self.groups_per_batch is not None
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any], owner: str) -> LLMOptions:
+    def parse(cls, options: Mapping[str, Any], owner: str | type) -> LLMOptions:
         """Options from keyword arguments.
 
         Raises:
-            TypeError: for an unknown name, with the nearest known one.
+            TypeError: for an unknown name, with the most similar ones first.
         """
         refuse_unknown(options, names_of(cls), owner)
         return cls(**options)

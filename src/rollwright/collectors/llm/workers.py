@@ -10,6 +10,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from rollwright._options import with_options
 from rollwright.collectors.arguments import WorkerStats, checked_state
 from rollwright.collectors.delivery.queues import QueueBacklog, QueueClosed, QueueWriter
 from rollwright.collectors.factory import num_in_each
@@ -32,6 +33,7 @@ from rollwright.errors import WorkerError
 __all__ = ["MultiLLMCollector", "made_with_workers"]
 
 
+@with_options(LLMOptions, WorkerOptions)
 class MultiLLMCollector(MultiCollector):
     """Collects dialogues in several processes; ``LLMCollector(..., num_collectors=N)`` makes it.
 

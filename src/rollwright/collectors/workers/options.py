@@ -148,12 +148,12 @@ class WorkerOptions:
 
     @classmethod
     def split(
-        cls, options: Mapping[str, Any], owner: str, others: type = CollectorOptions
+        cls, options: Mapping[str, Any], owner: str | type, others: type = CollectorOptions
     ) -> tuple[WorkerOptions, dict[str, Any]]:
         """Those options that are of workers, and the others, which the class ``others`` declares.
 
         Raises:
-            TypeError: for an unknown name, with the nearest known one.
+            TypeError: for an unknown name, with the most similar ones first.
         """
         mine = names_of(cls)
         refuse_unknown(options, [*mine, *names_of(others)], owner)
