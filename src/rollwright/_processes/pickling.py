@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -12,8 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
+from tensordict.nn import TensorDictModule
 
-__all__ = ["dumps", "is_sending"]
+__all__ = ["dumps", "dumps_by_name", "is_sending"]
 
 _Packages = dict[str, tuple[ModuleSpec | None, tuple[str, ...]]]  # outermost ones, by name, and their folders
 
@@ -42,11 +44,32 @@ def dumps(value: Any) -> bytes:
             for module in strangers:  # stand-ins with its name: a lazy one would be loaded by a look at it
                 _registered.append(module)
                 cloudpickle.register_pickle_by_value(module)
-            pickled: bytes = cloudpickle.dumps(value, 5)
+            pickled = dumps_by_name(value)
         finally:
             _depth.now -= 1
             _unregister(strangers)
     return pickled
+
+
+def dumps_by_name(value: Any) -> bytes:
+    """Pickle an object for a process that finds every module, such as a forked one."""
+    file = io.BytesIO()
+    _Pickler(file, 5).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Pickles a TensorDictModule around a function with all else: what it shares with others stays shared."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind: Any = type(obj)
+        if isinstance(obj, TensorDictModule) and kind.__getstate__ is TensorDictModule.__getstate__:
+            return object.__new__, (kind,), vars(obj), None, None, _set_attributes
+        return super().reducer_override(obj)
+
+
+def _set_attributes(thing: Any, attributes: dict[str, Any]) -> None:
+    thing.__dict__.update(attributes)
 
 
 def is_sending() -> bool:

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from rollwright.weight_update._slot import copy_all
 from rollwright.weight_update._tables import EntrySpec
 from rollwright.weight_update.forms import is_extra, prepare
+from rollwright.weight_update.policy_weights import weights_of
 
 __all__ = ["Destination"]
 
@@ -44,7 +45,8 @@ class Destination:
     def __init__(self, target: Any, specs: tuple[EntrySpec, ...], tensors: dict[str, torch.Tensor], name: str) -> None:
         prepare(target, tensors, name)
         self._target, self._specs, self._name = target, specs, name
-        self._parts = _parts(target)
+        self._module = weights_of(target)
+        self._parts = _parts(self._module)
         self._places = _places(self._parts, specs) if all(map(_is_plain, self._parts.values())) else None
         self._shapes = [shape for _, shape, _ in specs]
 
@@ -57,7 +59,8 @@ class Destination:
         """Whether the module is this one, made of the same parts as before, and the weights are of the same kind."""
         if target is not self._target or (specs is not self._specs and specs != self._specs):
             return False
-        parts = _parts(target)
+        # a search for what functions read takes longer than a copy of the weights
+        parts = _parts(target if target is self._module else weights_of(target))
         return parts.keys() == self._parts.keys() and all(parts[name] is part for name, part in self._parts.items())
 
     def copy(self, tensors: dict[str, torch.Tensor]) -> bool:
@@ -77,8 +80,8 @@ class Destination:
         prepare(self._target, weights, self._name)()
 
 
-def _parts(module: nn.Module) -> dict[str, nn.Module]:
-    return dict(module.named_modules(remove_duplicate=False))
+def _parts(module: nn.Module | None) -> dict[str, nn.Module]:
+    return {} if module is None else dict(module.named_modules(remove_duplicate=False))
 
 
 def _is_plain(part: nn.Module) -> bool:

@@ -212,7 +212,7 @@ class WeightSyncScheme:
     def _checked(self, weights: Any) -> State:
         model, name = self.model, self.model_id or "policy"
         state = self.state_of(model if weights is None else weights, name)
-        if isinstance(model, nn.Module):
+        if model is not None:
             kind, signature, optional, _ = describe(model, name)
             check_state(state, signature, name, kind=kind, optional=optional)
         return state

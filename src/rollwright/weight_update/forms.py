@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from rollwright._keys import key_str
+from rollwright.weight_update.policy_weights import weights_of
 
 __all__ = [
     "Signature",
@@ -63,7 +64,8 @@ def flat_state(
     """Weights in any form as a flat state; nothing is copied.
 
     Args:
-        weights: a module, its ``state_dict``, or a (nested) TensorDict or dictionary.
+        weights: a module or another policy (see :func:`~rollwright.weight_update.policy_weights.weights_of`), its
+            ``state_dict``, or a (nested) TensorDict or dictionary.
         name: what takes them, for messages.
         strategy: ``"state_dict"``: of a module, what ``state_dict()`` gives, extra state included; ``"tensordict"``:
             its parameters and buffers, those too that a ``state_dict`` leaves out, and no extra state.
@@ -72,11 +74,7 @@ def flat_state(
     Raises:
         TypeError: ``weights`` is none of these.
     """
-    if isinstance(weights, nn.Module):
-        state = weights.state_dict() if strategy == "state_dict" else dict(_tensors_of(weights))
-        if optional:
-            state |= {key: value for key, value in weights.named_buffers(remove_duplicate=False) if key in optional}
-    elif isinstance(weights, TensorDictBase):
+    if isinstance(weights, TensorDictBase):
         state = _flat(weights)
     elif isinstance(weights, Mapping):
         _check_names(weights, name)
@@ -84,6 +82,10 @@ def flat_state(
             isinstance(value, Mapping | TensorDictBase) and not is_extra(str(k)) for k, value in weights.items()
         )
         state = _flat(TensorDict(dict(weights))) if nested else dict(weights)
+    elif (module := weights_of(weights)) is not None:
+        state = module.state_dict() if strategy == "state_dict" else dict(_tensors_of(module))
+        if optional:
+            state |= {key: value for key, value in module.named_buffers(remove_duplicate=False) if key in optional}
     else:
         raise TypeError(
             f"weights for {name}: expected a module, a TensorDict or a state_dict, got {type(weights).__name__}."
@@ -169,12 +171,13 @@ def describe(target: Any, name: str) -> Description:
     Raises:
         TypeError: it has no weights.
     """
-    if not isinstance(target, nn.Module):
+    module = weights_of(target)
+    if module is None:
         raise TypeError(
-            f"{name}: {type(target).__name__} is no nn.Module and takes no weights. "
+            f"{name}: {type(target).__name__} is no nn.Module, reads none, and takes no weights. "
             "Pass a module as policy, or do not update its weights."
         )
-    return Description(type(target).__name__, signature_of(target), unsaved_buffers(target))
+    return Description(type(target).__name__, signature_of(module), unsaved_buffers(module))
 
 
 def check_state(state: State, signature: Signature, name: str, *, kind: str, optional: set[str] | None = None) -> None:
@@ -196,7 +199,8 @@ def check_state(state: State, signature: Signature, name: str, *, kind: str, opt
     if missing or unknown:
         raise ValueError(
             f"weights for {name}: names differ from those of {kind}. "
-            f"Missing: {key_str(missing) or 'none'}; unknown: {key_str(unknown) or 'none'}."
+            f"Missing: {key_str(missing) or 'none'}; unknown: {key_str(unknown) or 'none'}. Pass the {name} itself, or "
+            "weights with the names that it has, those of modules included that its functions read."
         )
     for key, expected in signature.items():
         if expected is None:
@@ -230,7 +234,7 @@ def prepare(target: Any, weights: Any, name: str) -> Callable[[], None]:
     """Check weights against the module that takes them; returns the call that copies them.
 
     Args:
-        target: the module.
+        target: the module, or another policy.
         weights: a module of the same structure, its ``state_dict``, or a (nested) TensorDict or dictionary.
         name: what the target is, for messages.
 
@@ -239,11 +243,12 @@ def prepare(target: Any, weights: Any, name: str) -> Callable[[], None]:
         ValueError: names or shapes differ.
     """
     kind, signature, beside, _ = describe(target, name)
+    target = weights_of(target)
     state = flat_state(weights, name, optional=beside)
     check_state(state, signature, name, kind=kind, optional=beside)
-    buffers = []
+    buffers, own = [], dict(target.named_buffers(remove_duplicate=False)) if beside else {}
     for key in sorted(beside & state.keys()):
-        buffer, value = target.get_buffer(key), state.pop(key)
+        buffer, value = own[key], state.pop(key)
         if not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
             got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"weights for {name}: {key!r} has shape {got}, expected {list(buffer.shape)}.")

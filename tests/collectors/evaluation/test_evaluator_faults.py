@@ -246,8 +246,12 @@ def test_wrong_arguments(kind: Any, match: str, arguments: dict[str, Any]) -> No
         Evaluator(env, **arguments)
 
 
-def test_function_around_a_module() -> None:
-    net = nn.Linear(1, 1)
+def test_function_around_what_cannot_be_copied() -> None:
+    class Net(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> None:
+            raise TypeError("never")
+
+    net = Net(1, 1)
 
     def policy(td: TensorDictBase) -> TensorDictBase:
         return td.set("action", net(td["observation"]))

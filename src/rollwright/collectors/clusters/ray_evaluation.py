@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue
@@ -20,6 +19,7 @@ from rollwright.collectors.evaluation.arguments import copy_of
 from rollwright.collectors.evaluation.statistics import prepare_weights
 from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.utils import ExplorationType, set_exploration_type
+from rollwright.weight_update.policy_weights import weights_of
 
 __all__ = ["RayEvalWorker", "RolloutRunner"]
 
@@ -179,10 +179,11 @@ class RolloutRunner:
         break_when_any_done: bool,
     ) -> dict[str, Any]:
         """See :meth:`RayEvalWorker.submit` and :meth:`RayEvalWorker.poll`."""
-        if isinstance(self._policy, nn.Module):
+        module = weights_of(self._policy)
+        if module is not None:
             state = {name: torch.as_tensor(value) if _is_array(value) else value for name, value in weights.items()}
             prepare_weights(self._policy, state, "policy")()
-            self._policy.eval()
+            module.eval()
         frames: list[Any] = []
         renders = getattr(self._env, "render_mode", None) == "rgb_array" and hasattr(self._env, "render")
         kind = ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM

@@ -17,11 +17,12 @@ from rollwright._keys import key_str
 from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.delivery.base import RolloutDelivery
 from rollwright.collectors.rollout.devices import module_device
-from rollwright.collectors.rollout.policy_copies import is_never_copied, never_copied_in
+from rollwright.collectors.rollout.policy_copies import never_copied_in
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import RolloutState, placed, td_from, td_state
 from rollwright.envs.checkpoint import load_env, save_env
 from rollwright.modules import RandomPolicy
+from rollwright.weight_update.policy_weights import is_never_copied, weights_of
 
 __all__ = ["SavedState", "warn_of_unsaved"]
 
@@ -53,8 +54,9 @@ class SavedState:
         own = rollout.path.state_dict()
         state: OrderedDict[str, Any] = OrderedDict()
         # of a policy behind an engine, nothing is saved: that is a model, which has files of its own
-        if rollout.path.calls_policy and isinstance(rollout.policy, nn.Module) and not is_never_copied(rollout.policy):
-            state["policy_state_dict"] = _own_state(rollout.policy)
+        weights = weights_of(rollout.policy)
+        if rollout.path.calls_policy and weights is not None and not is_never_copied(rollout.policy):
+            state["policy_state_dict"] = _own_state(weights)
         held, unheld = self._delivery.save_held()
         if own is None:
             checkpoint = save_env(rollout.env)
@@ -92,9 +94,9 @@ class SavedState:
         # Frames that this collector has delivered may have the saved ids, on other trajectories.
         ids_are_free = not rollout.stepped or self._is_at(state)
         rollout.forget_trajectories()
-        if "policy_state_dict" in state and isinstance(rollout.policy, nn.Module):
-            kept = rollout.policy.state_dict() if never_copied_in(rollout.policy) else {}
-            rollout.policy.load_state_dict({**kept, **state["policy_state_dict"]}, **kwargs)
+        if "policy_state_dict" in state and (weights := weights_of(rollout.policy)) is not None:
+            kept = weights.state_dict() if never_copied_in(rollout.policy) else {}
+            weights.load_state_dict({**kept, **state["policy_state_dict"]}, **kwargs)
         if "engine_state_dict" in state:
             rollout.acting.update_engine(state["engine_state_dict"])
         of_path = "row_ids" in (state.get("trajectories") or ())
@@ -244,14 +246,16 @@ def _own_state(policy: nn.Module) -> dict[str, Any]:
 def _kept_by_policy(policy: Any) -> list[str]:
     """What a policy has beside its ``state_dict()`` that its actions may depend on, one line."""
     if isinstance(policy, nn.Module):
-        names = list(_generators(policy))
+        names = list(_generators(weights_of(policy) or policy))
         held, remedy = "which state_dict() leaves out", "Return their states from get_extra_state()"
     else:
         owner = getattr(policy, "__self__", policy)  # of a bound method
         stateless = isinstance(owner, (RandomPolicy, FunctionType, BuiltinFunctionType))
         stateless = stateless or is_never_copied(owner)
         kept = {} if stateless else getattr(owner, "__dict__", {})
-        names = [name for name, value in kept.items() if not is_never_copied(value)]
+        names = [
+            name for name, value in kept.items() if not isinstance(value, nn.Module) and not is_never_copied(value)
+        ]
         held, remedy = "and is no nn.Module", "Make it an nn.Module if they change"
     if not names:
         return []

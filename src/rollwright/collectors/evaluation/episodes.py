@@ -24,6 +24,7 @@ from rollwright.envs.closing import closed_on_error
 from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_around, is_env, makers_in
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.weight_update.forms import State
+from rollwright.weight_update.policy_weights import weights_of
 
 __all__ = ["EvaluationRequest", "Settings", "EvaluationProgress", "EpisodeRunner", "Stopped"]
 
@@ -167,8 +168,7 @@ class EpisodeRunner:
         options.setdefault("frames_per_batch", steps * num_envs)
         self._collector = Collector(env, policy, interruptor=self, **options)
         self._num_envs = num_envs
-        if settings.target is not None and not isinstance(settings.policy, nn.Module):
-            settings.target.eval()
+        if settings.target is not None:
             self._collector.set_weight_target(settings.target)
         self._reward_key = _reward_key(self._collector.env, settings.reward_key)
 
@@ -283,7 +283,10 @@ def _takes_env(factory: Callable[..., Any]) -> bool:
 
 
 def _in_eval_mode(policy: Any) -> Any:
-    return policy.eval() if isinstance(policy, nn.Module) else policy
+    for module in (policy, weights_of(policy)):
+        if isinstance(module, nn.Module):
+            module.eval()
+    return policy
 
 
 def _reward_key(env: EnvBase, wanted: NestedKey | None) -> NestedKey:

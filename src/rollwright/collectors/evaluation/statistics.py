@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rollwright.collectors.rollout.policy_copies import is_never_copied, never_copied_in
+from rollwright.collectors.rollout.policy_copies import never_copied_in
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.hosting.host import Hosted
@@ -18,6 +18,7 @@ from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.transforms import Transform
 from rollwright.envs.transforms.entries.running import RunningNorm
 from rollwright.weight_update.forms import State, prepare
+from rollwright.weight_update.policy_weights import is_never_copied, weights_of
 
 __all__ = ["FrozenBuffers", "check_statistics", "freeze", "prepare_weights"]
 
@@ -133,9 +134,9 @@ class FrozenBuffers:
     """
 
     def __init__(self, policy: Any) -> None:
-        kept = isinstance(policy, nn.Module) and not is_never_copied(policy)
-        engines = {id(part) for part in never_copied_in(policy)} if kept else set()
-        self._modules = [module for module in policy.modules() if id(module) not in engines] if kept else []
+        weights = None if is_never_copied(policy) else weights_of(policy)
+        engines = set() if weights is None else {id(part) for part in never_copied_in(policy)}
+        self._modules = [] if weights is None else [part for part in weights.modules() if id(part) not in engines]
         self.hold()
 
     def hold(self) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from rollwright.collectors.options import CollectorOptions
 from rollwright.data.specs.shapes import as_device
+from rollwright.weight_update.policy_weights import weights_of
 
 __all__ = ["Devices", "Syncs", "module_device", "sync_function"]
 
@@ -77,10 +77,11 @@ class Syncs(NamedTuple):
 
 
 def module_device(policy: object) -> torch.device | None:
-    """The one device of a module's parameters and buffers; None when there is none, or several."""
-    if not isinstance(policy, nn.Module):
+    """The one device of a policy's parameters and buffers; None when there is none, or several."""
+    module = weights_of(policy)
+    if module is None:
         return None
-    devices = {tensor.device for tensor in (*policy.parameters(), *policy.buffers())}
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     return devices.pop() if len(devices) == 1 else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from rollwright.modules import RandomPolicy, set_exploration_modules_spec_from_e
 from rollwright.modules.llm.engine import Engine
 from rollwright.modules.signature import Call, speak_tensordict
 from rollwright.weight_update.forms import Description, describe
+from rollwright.weight_update.policy_weights import weights_of
 
 __all__ = ["ActingPolicy", "accelerate", "check_policy", "check_shaped", "making_policy"]
 
@@ -78,8 +78,8 @@ def check_shaped(policy: Any) -> None:
     Raises:
         ValueError: some take shape at the first call, and each copy would draw numbers of its own for them.
     """
-    if isinstance(policy, nn.Module):
-        lacking = [name for name, own in policy.named_parameters() if nn.parameter.is_lazy(own)]
+    if (weights := weights_of(policy)) is not None:
+        lacking = [name for name, own in weights.named_parameters() if nn.parameter.is_lazy(own)]
         if lacking:
             raise ValueError(
                 f"policy: expected parameters with numbers, which all workers share, got {lacking[0]!r}, which takes "
@@ -195,7 +195,7 @@ class ActingPolicy:
         if self.source is not None or self.engine is not None or isinstance(self.policy, RandomPolicy):
             return False  # an engine takes new weights between two tokens by itself
         copied = copied_policy(self.policy)
-        self.source, self._target = copied.source, copied.target
+        self.source, self._target = copied.source, copied.target if copied.shares_modules else None
         self.has_no_weights = copied.source is None and not copied.shares_modules
         if copied.policy is not self.policy:
             self.policy = copied.policy
@@ -204,13 +204,17 @@ class ActingPolicy:
 
 
 def _placed(policy: Any, device: torch.device | None) -> tuple[Any, nn.Module | None]:
-    """The policy on ``device``, and the original if that took a copy."""
-    if device is None or not isinstance(policy, nn.Module) or module_device(policy) in (None, device):
+    """The policy on ``device``, and the original's weights if that took a copy."""
+    if device is None or module_device(policy) in (None, device):
         return policy, None
     if never_copied_in(policy):  # an engine is where it is, and takes tokens from anywhere
         return policy, None
+    copied = copied_policy(policy)
+    if copied.shares_modules or copied.target is None:
+        return policy, None
     with torch.no_grad():
-        return copy.deepcopy(policy).to(device), policy
+        copied.target.to(device)
+    return copied.policy, copied.source
 
 
 def _on_tensordicts(policy: Any, options: CollectorOptions, env: EnvBase) -> Call:

@@ -21,13 +21,14 @@ from rollwright.collectors.rollout.devices import Devices
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.outputs import changed_keys, entries_before, entry_keys
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
-from rollwright.collectors.rollout.policy_copies import is_never_copied, modules_in, never_copied_in
+from rollwright.collectors.rollout.policy_copies import never_copied_in
 from rollwright.data.layout import blank_frame
 from rollwright.data.specs import TensorSpec
 from rollwright.envs.base import EnvBase
 from rollwright.envs.priming import may_write_indices
 from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import Call
+from rollwright.weight_update.policy_weights import is_never_copied, modules_in
 
 __all__ = ["Trial", "action_forms"]
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.weights.receiving import CollectorWeights
@@ -16,6 +14,7 @@ from rollwright.collectors.weights.targets import WeightTargets
 from rollwright.collectors.weights.updates import parse_update, prepare, snapshot
 from rollwright.weight_update.feed import HasModels
 from rollwright.weight_update.forms import unsaved_buffers
+from rollwright.weight_update.policy_weights import weights_of
 
 __all__ = ["LocalWeights"]
 
@@ -77,8 +76,8 @@ class LocalWeights(CollectorWeights):
 
     def _unsaved(self, name: str) -> set[str]:
         """Buffers of a model that a ``state_dict`` leaves out."""
-        model = self._collector.get_model(name)
-        return unsaved_buffers(model) if isinstance(model, nn.Module) else set()
+        module = weights_of(self._collector.get_model(name))
+        return set() if module is None else unsaved_buffers(module)
 
     def _prepared(self, name: str, new: Any) -> Callable[[], None]:
         acting = self._rollout.acting

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
 
 from rollwright.weight_update.forms import (
     Description,
@@ -44,7 +43,7 @@ def parse_update(
     model_id: str | None,
     worker_ids: Any,
     own: set[Any],
-    fallback: nn.Module | None,
+    fallback: Any,
 ) -> dict[str, Any]:
     """Weights by model, for a collector that is one worker.
 
@@ -84,7 +83,7 @@ def parse_update_for_workers(
     worker_ids: Any = None,
     num_workers: int,
     devices: Sequence[torch.device | None] = (),
-    fallback: nn.Module | None = None,
+    fallback: Any = None,
     signature: Callable[[int, str], Description | None],
     state_of: Callable[[str, Any, Set[str]], State] | None = None,
 ) -> list[Update]:
@@ -185,7 +184,7 @@ def snapshot(weights: Any, optional: Set[str] = frozenset()) -> Any:
         optional: see :func:`~rollwright.weight_update.forms.flat_state`.
     """
     with torch.no_grad():
-        if isinstance(weights, nn.Module):
+        if callable(weights) and not isinstance(weights, Mapping | TensorDictBase):
             weights = flat_state(weights, "a copy", optional=optional)
         if isinstance(weights, TensorDictBase):
             return weights.clone()

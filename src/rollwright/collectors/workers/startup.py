@@ -6,11 +6,10 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from rollwright._memory import Segment
-from rollwright._processes.pickling import dumps
+from rollwright._processes.pickling import dumps, dumps_by_name
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.rollout.policy_copies import never_copied_in
@@ -22,6 +21,7 @@ from rollwright.collectors.workers.transports.backends import transport_of
 from rollwright.collectors.workers.watching import Watchdog
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.collectors.workers.writers import BufferWriters
+from rollwright.weight_update.policy_weights import weights_of
 from rollwright.weight_update.publisher import Publisher
 
 __all__ = ["Workers"]
@@ -131,7 +131,9 @@ def _pickled(policy: Any, start_method: str | None) -> bytes:
             "process. Pass policy_factory=, a function that makes it there."
         )
     try:  # what was forked has every module
-        return bytes(cloudpickle.dumps(policy, 5)) if start_method == "fork" else dumps(policy)
+        weights = weights_of(policy)  # a function that is imported there has others
+        sent = policy, None if weights is None or weights is policy else weights.state_dict()
+        return dumps_by_name(sent) if start_method == "fork" else dumps(sent)
     except (TypeError, ValueError, AttributeError, RuntimeError, pickle.PicklingError) as error:
         raise TypeError(
             f"policy: {type(policy).__name__} cannot be sent to a worker process: {error}. Pass policy_factory=, a "

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.forks import on_fork
@@ -21,6 +20,7 @@ from rollwright.errors import WorkerError
 from rollwright.weight_update import WeightSyncScheme
 from rollwright.weight_update.feed import HasModels
 from rollwright.weight_update.forms import Description
+from rollwright.weight_update.policy_weights import weights_of
 from rollwright.weight_update.publisher import Publisher
 from rollwright.weight_update.receiving import Relay
 
@@ -89,7 +89,7 @@ class WorkersWeights(CollectorWeights):
     def check_source(self, what_for: str) -> None:
         """Raise where workers act with weights, and there are none here to publish."""
         policy = self._policy
-        if isinstance(policy, nn.Module) or self._acts_at_random:
+        if self._acts_at_random or weights_of(policy) is not None:
             return
         what = "policy_factory and no policy" if policy is None else f"{type(policy).__name__} as policy"
         raise RuntimeError(
@@ -117,7 +117,7 @@ class WorkersWeights(CollectorWeights):
             worker_ids=worker_ids,
             num_workers=len(self._group.workers),
             devices=self._devices(),
-            fallback=self._policy if isinstance(self._policy, nn.Module) else None,
+            fallback=None if self._acts_at_random else self._policy,
             signature=self._describe,
             state_of=lambda name, weights, optional: self._publisher.scheme(name).state_of(
                 weights, name, optional=optional

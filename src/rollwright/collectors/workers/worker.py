@@ -38,7 +38,8 @@ class WorkerSpec:
         index: its number among its siblings.
         num_workers: how many they are.
         create_env_fn: makes the environment.
-        policy: acts, in a pickle; None: ``options.policy_factory`` makes it, or actions are random.
+        policy: acts, in a pickle, with the weights that its functions read; None: ``options.policy_factory`` makes it,
+            or actions are random.
         options: of its collector.
         init_fn: called first, without arguments.
         seed: of the global random generators.

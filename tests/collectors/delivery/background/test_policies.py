@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import pytest
 import torch
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from rollwright.testing.mocking_classes import CountingEnv
@@ -19,6 +21,14 @@ class Net(nn.Module):
     def act(self, td):
         td.set("action", torch.ones(1, dtype=torch.int8))
         return td.set("w", self.w.detach().clone())
+
+    def acts(self, observation):
+        return torch.ones(1, dtype=torch.int8), self.w.detach().clone()
+
+
+class Uncopied(Net):
+    def __deepcopy__(self, memo):
+        raise TypeError("never")
 
 
 class Around:
@@ -38,13 +48,6 @@ class Two(Around):
         self.other = nn.Linear(1, 1)
 
 
-COPIED = {
-    "bound method": lambda net: net.act,
-    "object": Around,
-    "bound method of an object": lambda net: Around(net).act,
-    "partial": lambda net: functools.partial(Net.act, net),
-    "several modules": Two,
-}
 WORLD = {}
 
 
@@ -52,13 +55,47 @@ def reads_globals(td):
     return WORLD["net"].act(td)
 
 
-LIVE = {
+COPIED = {
+    "bound method": lambda net: net.act,
+    "object": Around,
+    "bound method of an object": lambda net: Around(net).act,
+    "partial": lambda net: functools.partial(Net.act, net),
+    "several modules": Two,
     "globals": lambda net: WORLD.update(net=net) or reads_globals,
     "closure": lambda net: lambda td: net.act(td),
+    "closure of a closure": lambda net: torch.no_grad()(lambda td: (lambda: net.act(td))()),
     "list in a closure": lambda net, boxed=None: (lambda boxed: lambda td: boxed[0].act(td))([net]),
     "defaults": lambda net: lambda td, boxed=(net,): boxed[0].act(td),
     "partial of a function": lambda net: functools.partial(lambda td: net.act(td)),
+    "parameter in a closure": lambda net, w=None: (lambda w: lambda td: Net.act(Reads(w), td))(net.w),
+    "two modules around one agent": lambda net: TensorDictSequential(
+        TensorDictModule(lambda seen: net.w.detach() * 0 + seen.sum() * 0, ["observation"], ["zero"]),
+        TensorDictModule(net.acts, ["observation"], ["action", "w"]),
+    ),
+    "hidden in a module": lambda net: HidesIt(net),
 }
+
+
+class Reads:
+    def __init__(self, w):
+        self.w = w
+
+
+class HidesIt(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.own, self.hidden = nn.Linear(1, 1), [net]
+
+    def forward(self, td):
+        return self.hidden[0].act(td)
+
+
+def around_a_lock(net, lock):
+    def act(td):
+        with lock:
+            return net.act(td)
+
+    return act
 
 
 def newest(buffer):
@@ -92,13 +129,25 @@ def test_weights_of_its_only_module_may_be_given(started):
     assert newest(buffer) == 3.0
 
 
-@pytest.mark.parametrize("kind", LIVE)
-def test_a_module_that_is_not_copied_is_said(started, kind):
-    policy = LIVE[kind](Net())
+def test_what_cannot_be_copied_is_said(started):
+    policy = around_a_lock(Uncopied(), threading.Lock())
     with pytest.warns(UserWarning, match="weights that may change in the middle"):
         collector, _ = started(CountingEnv(max_steps=9), policy)
     assert collector.update_policy_weights_() == 1
     collector.async_shutdown()
+
+
+def test_a_copied_function_shares_what_leads_to_no_weights(started):
+    net, seen = Net(), []
+
+    def policy(td):
+        seen.append(1)
+        return net.act(td)
+
+    collector, buffer = started(CountingEnv(max_steps=9), policy)
+    buffer.reach(20)
+    collector.async_shutdown()
+    assert len(seen) >= 20
 
 
 def test_nothing_to_publish_is_an_error_and_counts_no_version(started):

@@ -153,18 +153,6 @@ def test_the_thread_acts_with_a_copy(tools, started):
     assert float(buffer[:]["left"].max()) == 0.0
 
 
-def test_a_function_around_a_module_cannot_be_copied_and_that_is_said(tools, make):
-    module = nn.Linear(1, 1)
-    collector = make(
-        CountingEnv(),
-        lambda td: td.set("action", (module(td["observation"].float()) > -9).to(torch.int8)),
-        frames_per_batch=4,
-        replay_buffer=tools.Noted(),
-    )
-    with pytest.warns(UserWarning, match="function around a module"):
-        collector.start()
-
-
 def test_a_policy_that_cannot_be_copied(tools, make):
     class Fixed(nn.Module):
         def __init__(self):

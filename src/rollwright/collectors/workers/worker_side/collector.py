@@ -42,7 +42,7 @@ from rollwright.collectors.workers.worker_side.places import Publications, packe
 from rollwright.collectors.workers.worker_side.trajectory_ids import StridedIds
 from rollwright.envs.base import EnvBase
 from rollwright.weight_update.feed import WeightFeed
-from rollwright.weight_update.forms import Description, describe
+from rollwright.weight_update.forms import Description, describe, prepare
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.worker import WorkerSpec
@@ -86,7 +86,9 @@ class WorkerCollector(Reachable):
         self.observer = WorkerObserver(counters, spec.max_policy_lag, stopping, publications)
         self._refused_rollout: str | None = None  # the call that must not take a rollout,
         self._refused_end: str | None = None  # or wait for the end of the one in progress
-        policy = None if spec.policy is None else pickle.loads(spec.policy)
+        policy, weights = (None, None) if spec.policy is None else pickle.loads(spec.policy)
+        if weights is not None:
+            prepare(policy, weights, "policy")()
         if isinstance(spec.create_env_fn, EnvBase):  # a copy, with the generator of its siblings
             spec.create_env_fn.set_seed(int(torch.empty((), dtype=torch.int64).random_()) % 2**31)
         ledger = ledger_of(options.replay_buffer)
