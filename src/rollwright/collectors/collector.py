@@ -309,9 +309,9 @@ class Collector(BaseCollector):
         """Collect in a thread, into the replay buffer, until ``total_frames`` are stepped or :meth:`async_shutdown`.
 
         The thread acts with a copy of the policy: train yours, and call :meth:`update_policy_weights_` when it is to
-        act with the new weights. Of a bound method, a ``functools.partial`` or another callable object, the modules in
-        it are copied and updated; a function cannot be copied, and what it reads is read as it stands (with a warning
-        where that is a module). What goes wrong in the thread is raised at the next call of :meth:`pause`,
+        act with the new weights. The modules that a function, a bound method, a ``functools.partial`` or another object
+        reads are copied and updated, too; what else a function reads, it shares with yours (and a module that cannot be
+        copied, with a warning). What goes wrong in the thread is raised at the next call of :meth:`pause`,
         :meth:`update_policy_weights_`, :meth:`reset`, :meth:`state_dict`, :meth:`async_shutdown` or iteration, or by a
         ``sample()`` of the buffer that waits (its ``limiter``), once; ``stats()["background"]`` has it before.
         Where the buffer has a limiter, the thread waits between two batches, and ``stats()["waiting_for"]`` reports it.
@@ -433,7 +433,7 @@ class Collector(BaseCollector):
                 loads them gives them to its engine.
 
         Returns:
-            ``policy_state_dict`` (where the policy is a module; less what is never copied, such as an engine) and
+            ``policy_state_dict`` (where it has weights; less what is never copied, such as an engine) and
             ``env_state_dict``, both of them live and no copies, as everywhere in torch; ``frames``, ``iter``,
             ``policy_version``, ``traj_pool`` (the next trajectory id) and ``episodes`` (statistics);
             ``env_checkpoint`` (all that the environment is, its random generators included) and ``trajectories``

@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from rollwright._keys import key_str
-from rollwright.weight_update.policy_weights import weights_of
+from rollwright.weight_update.policy_weights import JoinedWeights, weights_of
 
 __all__ = [
     "Signature",
@@ -24,6 +24,7 @@ __all__ = [
     "prepare",
     "signature_of",
     "split_by_worker",
+    "tensordict_of",
     "unsaved_buffers",
 ]
 
@@ -263,6 +264,15 @@ def prepare(target: Any, weights: Any, name: str) -> Callable[[], None]:
                 buffer.copy_(value)
 
     return copy
+
+
+def tensordict_of(policy: nn.Module) -> TensorDictBase:
+    """Parameters and buffers of a policy, live, nested as its modules are."""
+    module = weights_of(policy) or policy
+    if isinstance(module, JoinedWeights):
+        flat: TensorDictBase = TensorDict(dict(_tensors_of(module)))
+        return cast(TensorDictBase, flat.unflatten_keys("."))
+    return TensorDict.from_module(module)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

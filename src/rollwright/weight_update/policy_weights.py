@@ -30,7 +30,7 @@ __all__ = [
 _DEPTH = 6  # containers, objects and functions around a module
 _LONGEST = 10_000  # elements of a list that is searched for modules
 _OF_MODULES = vars(nn.Module()).keys()
-_LIBRARIES = ("torch", "tensordict", "numpy", "gymnasium", "functools", "rollwright", "torchrl")
+_LIBRARIES = ("torch.", "torchrl.", "tensordict.", "numpy.", "gymnasium.", "functools.", "rollwright.modules.")
 
 
 def is_never_copied(thing: Any) -> bool:
@@ -66,7 +66,7 @@ def weights_of(policy: Any, *, leave_out: Set[int] = frozenset()) -> nn.Module |
     True
     >>> head = nn.Linear(1, 1, bias=False)
     >>> list(weights_of(lambda observation: head(agent.act(observation))).state_dict())
-    ['agent.net.weight', 'head.weight']
+    ['head.weight', 'agent.net.weight']
     """
     if isinstance(policy, nn.Module) and is_never_copied(policy):
         return policy
@@ -131,7 +131,7 @@ class JoinedWeights(nn.Module):
         for path, module in self._joined:
             yield from module.named_modules(memo, _join(prefix, path), remove_duplicate)
 
-    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # type: ignore[override]
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The states of all, in one dictionary."""
         state: Any = {} if destination is None else destination
         for path, module in self._joined:
@@ -217,11 +217,14 @@ def parts(thing: Any) -> Iterator[tuple[str, Any]]:
     Of a module, that is all that is no submodule. Environments and optimizers are not searched.
     """
     if isinstance(thing, nn.Module):
+        kinds = set()
         for path, module in thing.named_modules():
             if not is_never_copied(module):
                 held = vars(module).items()
                 yield from ((_join(path, name), value) for name, value in held if name not in _OF_MODULES)
-                yield from ((path, function) for function in _methods(type(module), "forward"))
+                if type(module) not in kinds:
+                    kinds.add(type(module))
+                    yield from ((path, function) for function in _methods(type(module), "forward"))
     elif isinstance(thing, FunctionType):
         yield from _read_by(thing)
     elif isinstance(thing, MethodType):
@@ -276,7 +279,7 @@ def _methods(kind: type, method: Any) -> list[FunctionType]:
 
 def is_of_library(function: FunctionType) -> bool:
     """Whether a function is of torch or another library that has no policies of its own."""
-    return str(function.__globals__.get("__name__")).partition(".")[0] in _LIBRARIES
+    return f"{function.__globals__.get('__name__')}.".startswith(_LIBRARIES)
 
 
 def _is_env(thing: Any) -> bool:

@@ -14,6 +14,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
+from rollwright.weight_update.forms import tensordict_of
+
 __all__ = [
     "LocalWeightsUpdaterBase",
     "MultiProcessedWeightUpdater",
@@ -130,7 +132,7 @@ class WeightUpdaterBase(ABC):
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
         """Weights in the form in which they are sent; by default a module becomes a TensorDict of its tensors."""
         if isinstance(policy_or_weights, nn.Module):
-            return TensorDict.from_module(policy_or_weights).data
+            return tensordict_of(policy_or_weights).data
         return policy_or_weights
 
     def _skip_update(self, worker_id: Worker) -> bool:
@@ -194,7 +196,7 @@ class VanillaWeightUpdater(LocalWeightsUpdaterBase):
     @classmethod
     def from_policy(cls, policy: nn.Module) -> VanillaWeightUpdater:
         """An updater for a policy."""
-        return cls(policy_weights=TensorDict.from_module(policy))
+        return cls(policy_weights=tensordict_of(policy))
 
     def _get_server_weights(self) -> Any:
         return None if self.weight_getter is None else self.weight_getter()

@@ -22,6 +22,7 @@ from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, ExplorationType, GymEnv, SerialEnv, StepCounter, TransformedEnv, VecNorm, VecNormV2
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.batched.parallel import ParallelEnv
+from rollwright.testing.transports.policies import one_way
 
 BACKENDS = ["thread", "process"]
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -195,6 +196,20 @@ def test_forms_of_weights(make: Any, backend: str, form: str) -> None:
     result = evaluator.evaluate(weights)
     assert (result["eval/returns"], result["eval/policy_version"]) == ([6.0], 1)
     assert evaluator.evaluate()["eval/returns"] == [6.0]  # the last that were given
+
+
+@backends
+@pytest.mark.parametrize("way", ["bound method", "closure", "hidden submodule"])
+def test_modules_that_the_policy_reads(make: Any, backend: str, way: str) -> None:
+    policy, learned = one_way(way, 1.0)
+    evaluator = make(Episodes, policy, num_trajectories=1, backend=backend)
+    assert evaluator.evaluate()["eval/returns"] == [3.0]
+    weights = Evaluator.extract_weights(policy)
+    with torch.no_grad():
+        learned.value.fill_(2.0)
+    assert evaluator.evaluate()["eval/returns"] == [6.0]
+    assert evaluator.evaluate(policy)["eval/returns"] == [6.0]
+    assert evaluator.evaluate(weights)["eval/returns"] == [3.0]
 
 
 def test_weights_extracted_earlier(make: Any) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from tests.collectors.workers.envs import VERSION, ActorCritic, gain, makers, running, tallies, tally
 from tests.collectors.workers.frames import check, flat
 from tests.collectors.workers.processes import wait_until
@@ -416,7 +417,8 @@ def test_nothing_to_publish_is_an_error_and_counts_no_version(make, kind):
     def policy(td):
         return td.set("action", torch.ones(1))
 
-    for options in ({"policy": policy}, {"policy_factory": gain}):
+    in_module = TensorDictModule(lambda _: torch.ones(1), in_keys=["observation"], out_keys=["action"])
+    for options in ({"policy": policy}, {"policy": in_module}, {"policy_factory": gain}):
         collector = make(kind, makers(), frames_per_batch=10, **options)
         for arguments in ({}, {"model_id": "policy"}, {"worker_ids": 0}):
             with pytest.raises(RuntimeError, match="found no module whose weights could be published to the workers"):

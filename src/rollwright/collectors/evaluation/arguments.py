@@ -7,11 +7,11 @@ import warnings
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
 
 from rollwright.collectors.rollout.policy_copies import copied_policy, never_copied_in
-from rollwright.weight_update.forms import State, flat_state
+from rollwright.weight_update.forms import State, flat_state, tensordict_of
 
 __all__ = ["EVALUATOR_OPTIONS", "check_arguments", "copy_of", "own_policy", "weights_of"]
 
@@ -116,7 +116,7 @@ def weights_of(policy: nn.Module) -> TensorDictBase:
     Args:
         policy: the module.
     """
-    return cast(TensorDictBase, TensorDict.from_module(policy).data.to("cpu").clone())
+    return tensordict_of(policy).data.to("cpu").clone()
 
 
 def _value_copy(value: Any) -> Any:

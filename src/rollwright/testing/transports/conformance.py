@@ -13,6 +13,8 @@
 ``buffer``              whole trajectories in a replay buffer; or it is refused
 ``backpressure``        workers rest while nothing is taken
 ``weights_by_version``  a batch acts with the version that was published before, and says so
+``weights_every_way``   weights reach every module that a policy reads, in whatever way
+``weights_of_one``      weights of the one module that a function reads have its names
 ``weights_by_worker``   weights of one worker are its own
 ``weights_whole``       no frame is acted by a mixture of two versions
 ``weights_in_rollout``  new weights act in the middle of a rollout
@@ -178,6 +180,14 @@ class TransportConformance:
     def test_weights_by_version(self) -> None:
         """See the check ``weights_by_version``."""
         self.check("weights_by_version")
+
+    def test_weights_every_way(self) -> None:
+        """See the check ``weights_every_way``."""
+        self.check("weights_every_way")
+
+    def test_weights_of_one(self) -> None:
+        """See the check ``weights_of_one``."""
+        self.check("weights_of_one")
 
     def test_weights_by_worker(self) -> None:
         """See the check ``weights_by_worker``."""

@@ -74,16 +74,11 @@ def _parameter(learned: Learned) -> Callable[..., Any]:
     return lambda observation: value.expand(*observation.shape[:-1], 1)
 
 
-_net: list[Learned] = []
+_learned = Learned(-1.0)  # as a process finds it that imports this module
 
 
 def _reads_a_global(observation: torch.Tensor) -> torch.Tensor:
-    return _net[0].act(observation)
-
-
-def _global(learned: Learned) -> Callable[..., Any]:
-    _net[:] = [learned]
-    return _reads_a_global
+    return _learned.act(observation)
 
 
 WAYS: dict[str, Callable[[Learned], Callable[..., Any]]] = {
@@ -97,7 +92,7 @@ WAYS: dict[str, Callable[[Learned], Callable[..., Any]]] = {
     "default": _default,
     "wrapped function": _wrapped,
     "parameter": _parameter,
-    "global variable": _global,
+    "global variable": lambda learned: _reads_a_global,
     "hidden submodule": _Hides,
 }
 """By name: makes a call on observations that reads a module."""
@@ -112,7 +107,9 @@ def one_way(name: str, value: float) -> tuple[TensorDictModule, Learned]:
 def every_way(value: float) -> tuple[TensorDictSequential, list[Learned]]:
     """A policy that writes a value under the name of each way, and the modules with it; two closures share one."""
     learned = {name: Learned(value) for name in WAYS}
-    learned["second closure"] = learned["closure"]
+    learned["second closure"], learned["global variable"] = learned["closure"], _learned
+    with torch.no_grad():
+        _learned.value.fill_(value)
     made = {name: way(learned[name]) for name, way in WAYS.items()}
     calls = [TensorDictModule(call, in_keys=["observation"], out_keys=[name]) for name, call in made.items()]
     acts = TensorDictModule(_zeros, in_keys=["observation"], out_keys=["action"])

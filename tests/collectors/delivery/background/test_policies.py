@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 
@@ -10,7 +11,9 @@ import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
+from rollwright.envs import GymEnv
 from rollwright.testing.mocking_classes import CountingEnv
+from rollwright.testing.transports.policies import WAYS, every_way
 
 
 class Net(nn.Module):
@@ -175,3 +178,38 @@ def test_versions_go_on_from_a_state_that_is_loaded(started, tools):
     buffer.reach(buffer.write_count + 60)
     restored.async_shutdown()
     assert int(buffer[-1]["policy_version"]) == 4
+
+
+def test_a_thread_and_a_state_in_one_process_have_the_weights_of_every_way(started):
+    policy, learned = every_way(0.0)
+    collector, buffer = started(GymEnv("Pendulum-v1"), policy)
+    with torch.no_grad():
+        for module in learned:
+            module.value.fill_(4.0)
+    buffer.reach(buffer.write_count + 60)
+    assert {float(buffer[-1][way].max()) for way in WAYS} == {0.0}
+    collector.update_policy_weights_()
+    buffer.reach(buffer.write_count + 60)
+    collector.async_shutdown()
+    assert {float(buffer[-1][way].max()) for way in WAYS} == {4.0}
+    state = copy.deepcopy(collector.state_dict())
+    restored, buffer = started(GymEnv("Pendulum-v1"), every_way(0.0)[0])
+    restored.load_state_dict(state)
+    buffer.reach(buffer.write_count + 60)
+    restored.async_shutdown()
+    assert {float(buffer[-1][way].max()) for way in WAYS} == {4.0}
+
+
+def test_of_a_state_in_one_process(make):
+    policy, learned = every_way(0.0)
+    collector = make(GymEnv("Pendulum-v1"), policy, frames_per_batch=4)
+    with torch.no_grad():
+        for module in learned:
+            module.value.fill_(4.0)
+    batch = collector.next()
+    assert {float(batch[way].max()) for way in WAYS} == {4.0}
+    state = copy.deepcopy(collector.state_dict())
+    other = make(GymEnv("Pendulum-v1"), every_way(0.0)[0], frames_per_batch=4)
+    other.load_state_dict(state)
+    batch = other.next()
+    assert {float(batch[way].max()) for way in WAYS} == {4.0}
