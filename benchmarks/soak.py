@@ -130,10 +130,11 @@ def check(batch: TensorDict) -> None:
 
 
 def _sample(buffer: TensorDictReplayBuffer, segment: Segment, number: int, stop: int) -> None:
-    """Sample until the number at ``stop`` is set, and count batches in the one at ``number``."""
+    """Sample until the number at ``stop`` is set, or the parent is gone; count batches in the one at ``number``."""
     torch.set_num_threads(1)
+    parent: Any = multiprocessing.parent_process()
     count, over = (segment.map(8 * at, 8).cast("q") for at in (number, stop))
-    while not over[0]:
+    while not over[0] and parent.is_alive():
         check(buffer.sample())
         count[0] += 1
 

@@ -14,12 +14,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, leaf_keys, leaves
+from rollwright._keys import NestedKey, as_tuple, leaf_keys, leaves, without
 from rollwright.data.layout import TRAJ_IDS
 
-__all__ = ["BOUNDARY", "BoundaryKeeper", "Table", "is_table", "join_tables", "restore_next", "without_table"]
+__all__ = [
+    "BOUNDARY",
+    "BoundaryKeeper",
+    "Table",
+    "is_table",
+    "join_tables",
+    "put_table",
+    "restore_next",
+    "without_table",
+]
 
 BOUNDARY, _ROWS, _TIME = ("collector", "boundary"), ("collector", "boundaries"), "_time"
 
@@ -98,14 +107,9 @@ class BoundaryKeeper:
         rows = cast(TensorDictBase, torch.cat(cast(Any, self._rows)))
         rows.set(_TIME, torch.cat([torch.full((len(where),), t) for t, where in self._places]))
         batch.set(BOUNDARY, index.reshape(batch.batch_size).to(batch.device or "cpu"))
-        batch.set_non_tensor(_ROWS, Table(rows))
+        put_table(batch, Table(rows))
         self._rows, self._places = [], []
         return batch
-
-
-def is_table(key: NestedKey) -> bool:
-    """Whether an entry holds what compact batches keep aside, and not one value a frame."""
-    return key == _ROWS
 
 
 def without_table(entries: Mapping[NestedKey, Any], *, stacklevel: int = 2) -> dict[NestedKey, Any]:
@@ -127,27 +131,35 @@ def without_table(entries: Mapping[NestedKey, Any], *, stacklevel: int = 2) -> d
     return {key: value for key, value in entries.items() if key not in (BOUNDARY, _ROWS)}
 
 
-def join_tables(
-    batches: Sequence[Mapping[NestedKey, torch.Tensor]], tables: Sequence[Mapping[NestedKey, Any]]
-) -> list[dict[NestedKey, Any]]:
-    """What compact batches keep aside, in one table, for a batch that they are joined to.
+def is_table(key: NestedKey) -> bool:
+    """Whether an entry holds what compact batches keep aside, and not one value a frame."""
+    return key == _ROWS
 
-    Args:
-        batches: hold the entry ``("collector", "boundary")`` of each.
-        tables: hold the table of each.
+
+def join_tables(batches: Sequence[TensorDictBase]) -> tuple[list[TensorDictBase], Table | None]:
+    """Prepare compact batches for being joined.
 
     Returns:
-        For each batch its new ``("collector", "boundary")``, and the table of all.
+        Batches whose ``("collector", "boundary")`` points to rows of one table, which they do not hold; and that table,
+        for :func:`put_table`. The batches as they are, and None, where not all are compact.
     """
-    rows = [getattr(table[_ROWS], "data", table[_ROWS]).rows for table in tables]
-    whole = NonTensorData(Table(cast(TensorDictBase, torch.cat(rows))))
-    joined: list[dict[NestedKey, Any]] = []
-    count = 0
+    held = [batch.get(_ROWS, None) for batch in batches]
+    tables = [getattr(each, "data", None) for each in held]
+    if not all(isinstance(table, Table) for table in tables):
+        return list(batches), None
+    rows = [cast(Table, table).rows for table in tables]
+    joined, count = [], 0
     for batch, own in zip(batches, rows, strict=True):
-        index = batch[BOUNDARY]
-        joined.append({BOUNDARY: torch.where(index >= 0, index + count, index), _ROWS: whole})
+        index = batch.get(BOUNDARY)
+        joined.append(without(batch, _ROWS).set(BOUNDARY, torch.where(index >= 0, index + count, index)))
         count += len(own)
-    return joined
+    return joined, Table(cast(TensorDictBase, torch.cat(cast(Any, rows))))
+
+
+def put_table(batch: TensorDictBase, table: Table) -> TensorDictBase:
+    """Give a compact batch its table."""
+    batch.set_non_tensor(_ROWS, table)
+    return batch
 
 
 def restore_next(batch: TensorDictBase) -> TensorDictBase:

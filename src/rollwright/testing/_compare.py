@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.envs.base import EnvBase
@@ -49,7 +49,13 @@ def differing_key(first: TensorDictBase, second: TensorDictBase) -> NestedKey | 
 
 
 def _equal(one: Any, other: Any) -> bool:
+    if is_tensorclass(one) and not is_non_tensor(one):
+        return type(one) is type(other) and differing_key(one.to_tensordict(), other.to_tensordict()) is None
     if isinstance(one, torch.Tensor):
+        if not isinstance(other, torch.Tensor) or (one.is_nested, one.layout) != (other.is_nested, other.layout):
+            return False
+        if one.is_nested:
+            return one.size(0) == other.size(0) and all(map(_equal, one.unbind(), other.unbind()))
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
         return bool(((one == other) | ((one != one) & (other != other))).all())

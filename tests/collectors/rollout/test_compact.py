@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rollwright.collectors import MultiSyncCollector
 from rollwright.collectors.utils import restore_next
 from rollwright.data import Composite, Unbounded
 from rollwright.envs import GymEnv, SerialEnv
@@ -180,3 +181,16 @@ def test_a_failed_rollout_leaves_nothing_behind(make, count):
         collector.next()
     restored = restore_next(collector.next())["next", "observation"].squeeze(-1)
     assert restored.tolist() == [[1, 2, 1, 2, 1, 2, 1], [1, 2, 3, 1, 2, 3, 1]]
+
+
+@pytest.mark.parametrize("cat_results", ["stack", 0, -1])
+@pytest.mark.parametrize("use_buffers", [None, False])
+def test_batches_of_several_workers_can_be_restored(same, cat_results, use_buffers):
+    def batches(compact):
+        options = {"use_buffers": use_buffers, "compact_obs": compact, "cat_results": cat_results}
+        with MultiSyncCollector([ENVS["single"]] * 2, frames_per_batch=120, total_frames=240, **options) as collector:
+            collector.set_seed(0)
+            return [batch.clone() for batch in collector]
+
+    for compact, whole in zip(batches(True), batches(False), strict=True):
+        same(restore_next(compact), whole, but=["collector"])

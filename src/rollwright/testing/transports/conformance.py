@@ -7,6 +7,7 @@
 ``images``              ... of images
 ``recurrent``           ... of a recurrent policy
 ``reshaped``            ... changed by a ``postproc``
+``entries``             ... with entries of every kind: text, ragged, tensorclasses, empty, removed, renamed
 ``asynchronous``        every frame once, each batch of one worker
 ``counts``              ``total_frames`` and all counters are exact
 ``trajectories``        ``trajs_per_batch`` whole trajectories in each batch
@@ -156,6 +157,10 @@ class TransportConformance:
     def test_reshaped(self) -> None:
         """See the check ``reshaped``."""
         self.check("reshaped")
+
+    def test_entries(self) -> None:
+        """See the check ``entries``."""
+        self.check("entries")
 
     def test_asynchronous(self) -> None:
         """See the check ``asynchronous``."""

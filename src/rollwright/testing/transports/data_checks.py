@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, tensorclass
 from tensordict.nn import TensorDictModule, TensorDictSequential
 
 from rollwright.collectors import Collector
@@ -59,6 +59,63 @@ def recurrent(trial: Trial) -> None:
 def reshaped(trial: Trial) -> None:
     """So do batches that a ``postproc`` has changed, which do not lie in the block any more."""
     _compare(trial, of.numbered, of.sampling, postproc=_every_other)
+
+
+def entries(trial: Trial) -> None:
+    """So do entries of every kind, which a ``postproc`` or a hook adds, removes, renames or replaces."""
+    for dim in (None, 0, -1):
+        _compare(trial, of.numbered, of.sampling, postproc=_every_kind, cat_results=dim)
+    _compare(trial, of.several, of.sampling, post_collect_hook=_every_kind)
+    frames = 2 * _NUM_STEPS
+    for change in (_every_kind, _nested_tensors):
+        options: dict[str, Any] = {"postproc": change, "total_frames": frames}
+        env = of.numbered
+        with Collector(partial(env, life=0), of.sampling(), frames_per_batch=_NUM_STEPS, **options) as one:
+            one.set_seed(_SEED)
+            wanted = [batch.clone() for batch in one]
+        collector = trial.collector("async", [partial(env, life=0)], of.sampling(), each=_NUM_STEPS, **options)
+        collector.set_seed(_SEED)
+        for number, (batch, expected) in enumerate(zip(collector, wanted, strict=True)):
+            _expect_equal(batch, expected, f"{change.__name__}, batch {number}")
+
+
+@tensorclass
+class _Record:
+    """An entry that is a tensorclass."""
+
+    number: torch.Tensor
+    text: str
+
+
+def _every_kind(batch: TensorDictBase) -> TensorDictBase:
+    size = tuple(batch.batch_size)
+    batch.set("text", _stacked(size, lambda t: NonTensorData(f"step {t}")))
+    batch.set(("nest", "text"), _stacked(size, lambda t: NonTensorData({"step": t})))
+    batch.set(("next", "ragged"), _stacked(size, lambda t: TensorDict({"many": torch.arange(t % 3 + 1)})))
+    batch.set_non_tensor("word", "one for all")
+    record: Any = _Record
+    batch.set("record", record(number=torch.ones(size), text="yes", batch_size=size))
+    batch.set(("empty", "deep"), TensorDict({}, [*size, 2]))
+    batch.set("agents", TensorDict({"of_each": torch.ones(*size, 2, 3)}, [*size, 2]))
+    batch.set(("next", "reward"), batch["next", "reward"].double().expand(*size, 2))  # another dtype, another shape
+    complex_pairs = torch.view_as_complex(batch["observation"][..., :2].contiguous())
+    batch.set("conjugated", complex_pairs.conj())
+    batch.set("same", batch["observation"])
+    batch.rename_key_("loc", "renamed")
+    del batch["scale"]
+    return batch
+
+
+def _stacked(size: tuple[int, ...], make: Callable[[int], Any]) -> Any:
+    """A lazy stack of what ``make`` returns for each step, ``[*size]``."""
+    if len(size) > 1:
+        return LazyStackedTensorDict.lazy_stack([_stacked(size[1:], make) for _ in range(size[0])], 0)
+    return LazyStackedTensorDict.lazy_stack([make(step) for step in range(size[0])], 0)
+
+
+def _nested_tensors(batch: TensorDictBase) -> TensorDictBase:
+    rows = [torch.ones(step % 3 + 1) for step in range(len(batch))]
+    return batch.set("nested", torch.nested.nested_tensor(rows, layout=torch.jagged))
 
 
 def _random() -> None:
@@ -120,11 +177,10 @@ def _compare(
         wanted = [single[number] for single in singles]
         together: Any = torch.stack(wanted, 0) if dim is None else torch.cat(wanted, dim)
         _expect_equal(batch, together, f"batch {number}")
-        rows = (
-            batch.unbind(0) if dim is None else batch.split([len(w) if dim == 0 else w.shape[-1] for w in wanted], dim)
-        )
+        sizes = [len(w) if dim == 0 else w.shape[-1] for w in wanted]
+        rows = batch[IDS].unbind(0) if dim is None else batch[IDS].split(sizes, dim)
         for worker, (row, single) in enumerate(zip(rows, wanted, strict=True)):
-            for mine, theirs in zip(row[IDS].flatten().tolist(), single[IDS].flatten().tolist(), strict=True):
+            for mine, theirs in zip(row.flatten().tolist(), single[IDS].flatten().tolist(), strict=True):
                 expect(ids[worker].setdefault(theirs, mine) == mine, f"worker {worker}: a trajectory changes its id")
     all_ids = [number for of_worker in ids for number in of_worker.values()]
     expect(len(set(all_ids)) == len(all_ids), "two trajectories have one id")
@@ -244,6 +300,7 @@ DATA_CHECKS: dict[str, Callable[[Trial], None]] = {
         images,
         recurrent,
         reshaped,
+        entries,
         asynchronous,
         counts,
         trajectories,

@@ -81,7 +81,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._left_out: dict[int, tuple[torch.Tensor, Field[None]]] = {}  # by id, which stays as long as they do
 
     def persistent_id(self, value: Any) -> Field[None] | None:
-        if type(value) is not torch.Tensor:
+        if type(value) is not torch.Tensor or value.is_nested:
             return None
         known = self._left_out.get(id(value))
         if known is not None:

@@ -13,7 +13,7 @@ from rollwright._keys import NestedKey, place
 from rollwright.collectors.workers.memory.blocks import Join
 from rollwright.collectors.workers.memory.store import Block
 from rollwright.collectors.workers.messages import Collected
-from rollwright.data.compact import is_table, join_tables
+from rollwright.data.compact import join_tables, put_table
 from rollwright.data.layout import MASK, TRAJ_IDS, blank_frame, is_dense, stack_frames
 
 __all__ = ["Result", "are_alike", "batch_of", "joined", "mark_taken", "restored"]
@@ -61,8 +61,7 @@ def batch_of(result: Result) -> Any:
 
 def joined(results: Sequence[Result], join: Join) -> TensorDictBase:
     """What all workers have collected, in one batch: over the memory that they wrote, where they wrote to one block."""
-    blocks = {id(result.block) if result.found.in_block else id(result) for result in results}
-    extras = _joined_extras(results, join) if len(blocks) == 1 and results[0].found.in_block else None
+    extras = _joined_extras(results, join) if _share_a_block(results) else None
     if extras is None:
         return _stacked([batch_of(result) for result in results], join)
     block = cast(Block, results[0].block)
@@ -96,41 +95,41 @@ def _built(
     return batch
 
 
-def _joined_extras(results: Sequence[Result], join: Join) -> dict[NestedKey, Any] | None:
-    """Entries beside the block of all workers; None where they do not fit together."""
-    first = results[0]
-    rests = [result.rest or {} for result in results]
-    same = all(
-        rest.keys() == rests[0].keys()
-        and set(result.found.lacking) == set(first.found.lacking)
-        and result.found.nesting == first.found.nesting
-        for rest, result in zip(rests, results, strict=True)
+def _share_a_block(results: Sequence[Result]) -> bool:
+    """Whether all lie in one block, with the same entries in it and beside it."""
+    block, first = results[0].block, results[0].found
+    return all(
+        result.found.in_block
+        and result.block is block
+        and set(result.found.lacking) == set(first.lacking)
+        and result.found.nesting == first.nesting
+        and (result.rest or {}).keys() == (results[0].rest or {}).keys()
+        for result in results
     )
-    if not same:
-        return None
-    if not rests[0]:
+
+
+def _joined_extras(results: Sequence[Result], join: Join) -> dict[NestedKey, Any] | None:
+    """Entries beside the block of all workers; None where they cannot be in one TensorDict."""
+    if not results[0].rest:
         return {}
-    tables = [{key: value for key, value in rest.items() if is_table(key)} for rest in rests]
-    plain = [{key: value for key, value in rest.items() if not is_table(key)} for rest in rests]
-    if not all(type(value) is torch.Tensor for rest in plain for value in rest.values()):
-        return None
-    env = len(cast(Block, first.block).layout.form.env)
-    if tables[0]:
-        plain = [{**rest, **table} for rest, table in zip(plain, join_tables(plain, tables), strict=True)]
-    found: dict[NestedKey, Any] = {}
-    for key, value in plain[0].items():
-        values = [rest[key] for rest in plain]
-        if is_table(key):
-            found[key] = value
-        elif any(other.shape != value.shape or other.dtype != value.dtype for other in values):
-            return None
-        else:
-            found[key] = torch.stack(values) if join == "stack" else torch.cat(values, 0 if join == "first" else env)
-    return found
+    rests = []
+    for result in results:
+        form, steps = cast(Block, result.block).layout.form, cast(Block, result.block).layout.steps
+        rests.append(TensorDict({}, [*form.env, steps[result.part]]))
+        for key, value in result.rest.items():
+            rests[-1].set(key, value)
+    together = _stacked(rests, join)
+    return {key: together.get(key) for key in results[0].rest} if type(together) is TensorDict else None
 
 
 def _stacked(batches: Sequence[TensorDictBase], join: Join) -> TensorDictBase:
     """Join by copying; lazily where shapes differ. Rollouts that ended early, with their data, are filled up."""
+    batches, table = join_tables(batches)
+    together = _laid_together(batches, join)
+    return together if table is None else put_table(together, table)
+
+
+def _laid_together(batches: Sequence[TensorDictBase], join: Join) -> TensorDictBase:
     if join == "stack" or (join == "first" and batches[0].ndim > 1):
         batches = [_filled_up(batch, max(other.batch_size[-1] for other in batches)) for batch in batches]
     if join == "stack":

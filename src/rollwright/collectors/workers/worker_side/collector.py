@@ -5,14 +5,14 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
-from rollwright._keys import NestedKey, unravel
+from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright._processes.channel import ByValue
 from rollwright.collectors.attribute_paths import Reachable, resolve
 from rollwright.collectors.core import TrajectoryIds
@@ -228,17 +228,14 @@ class WorkerCollector(Reachable):
         missing = set(windows)
         for place, value in _nodes(batch):
             key = unravel(place)
-            if isinstance(value, TensorDictBase):
-                if value.is_empty():
-                    rest[key] = value
-                elif value.batch_size != batch.batch_size:
+            if type(value) is TensorDict and not value.is_empty():  # what is in it is sorted by itself
+                if value.batch_size != batch.batch_size:
                     nesting[key] = tuple(value.batch_size[batch.ndim :])
-                continue
-            window = windows.get(key)
-            if window is None or not _is(value, window):
-                rest[key] = value
-            else:
+            elif key in missing and _is(value, windows[key]):
                 missing.discard(key)
+            else:
+                rest[key] = value
+        _check_all_sorted(batch, rest, windows.keys() - missing)
         packed = self._packer.pack(rest) if rest else None
         return True, packed, tuple(missing), nesting
 
@@ -427,14 +424,24 @@ def _shapes(env: EnvBase) -> dict[NestedKey, tuple[int, ...]]:
 def _nodes(td: TensorDictBase, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in td.items():
         yield (*place, key), value
-        if type(value) is TensorDict:
+        if type(value) is TensorDict and not value.is_empty():
             yield from _nodes(value, (*place, key))
+
+
+def _check_all_sorted(batch: TensorDictBase, rest: Mapping[NestedKey, Any], written: Set[NestedKey]) -> None:
+    """Raise if an entry of a batch is neither in the block nor in the rest, nor lies in one that is."""
+    for key in batch.keys(True, True, is_leaf=is_leaf_nontensor):
+        path = as_tuple(key)
+        if not any(unravel(path[:end]) in rest for end in range(len(path), 0, -1)) and unravel(path) not in written:
+            raise AssertionError(f"the entry {key!r} of a batch was put neither in the block nor beside it")
 
 
 def _is(value: Any, window: torch.Tensor) -> bool:
     """Whether a value is the very memory of a window."""
     return (
         type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_conj() or value.is_neg())
         and value.shape == window.shape
         and value.dtype == window.dtype
         and ((value.data_ptr() == window.data_ptr() and value.stride() == window.stride()) or not value.numel())
