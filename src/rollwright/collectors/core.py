@@ -328,6 +328,9 @@ class Path(ABC):
         """What is in progress, and what of it cannot be saved; None: the current TensorDict is all that there is."""
         return None
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
+        """Raise what :meth:`load_state_dict` would raise of a state of another make; nothing is changed."""
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
         """Go on from a saved state.
 

@@ -26,7 +26,7 @@ from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.queues import QueueBacklog
 from rollwright.collectors.delivery.rows import as_trajectories
-from rollwright.collectors.delivery.saved_state import warn_of_unsaved
+from rollwright.collectors.delivery.saved_state import check_entries, warn_of_unsaved
 from rollwright.collectors.delivery.stored import await_publication
 from rollwright.collectors.delivery_options import warn_of_splits, write_count_of
 from rollwright.collectors.factory import register_workers
@@ -43,7 +43,7 @@ from rollwright.collectors.workers.schedules.first_come import FirstCome
 from rollwright.collectors.workers.schedules.gather import Gather
 from rollwright.collectors.workers.schedules.joining import restored
 from rollwright.collectors.workers.schedules.orders import Orders
-from rollwright.collectors.workers.schedules.schedule import Schedule
+from rollwright.collectors.workers.schedules.schedule import Schedule, check_undelivered
 from rollwright.collectors.workers.schedules.shaping import BatchShaping
 from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.startup import Workers
@@ -498,7 +498,8 @@ class MultiCollector(BaseCollector):
         """Go on from a saved state, of a collector with as many workers.
 
         Raises:
-            KeyError, TypeError: it is the state of something else, or none.
+            KeyError, TypeError: it is the state of something else, or none, or entries are missing; as with whatever
+                else raises, nothing was loaded.
         """
         checked_state(state_dict)
         names = [f"worker{i}" for i in range(self.num_workers)]
@@ -507,10 +508,16 @@ class MultiCollector(BaseCollector):
             raise KeyError(
                 f"state_dict: expected the states of {self.num_workers} workers, got {sorted(map(str, state_dict))}."
             )
-        self._calls.between("load_saved_state", [((state_dict[name],), kwargs) for name in names])
-        self._forget()
+        for name in names:
+            check_entries(state_dict[name], name)
         nothing = {"frames": state_dict["frames"], "waiting": [], "trajectories": []}
-        self._schedule.load_state_dict(state_dict.get("undelivered", nothing))
+        undelivered = state_dict.get("undelivered", nothing)
+        check_undelivered(undelivered)
+        states = [((state_dict[name],), kwargs) for name in names]
+        self._calls.between("check_saved_state", states)  # none loads what another one would refuse
+        self._calls.between("load_saved_state", states)
+        self._forget()
+        self._schedule.load_state_dict(undelivered)
         self._schedule.batches = int(state_dict.get("iter", 0))
         self._weights.load(int(state_dict.get("policy_version", 0)), [state_dict[name] for name in names])
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollwright.collectors.rollout.paths import choice as path_choice
-from rollwright.envs import GymEnv, StepCounter, TransformedEnv, VecNorm
-from rollwright.errors import NotNative
+from rollwright.envs import Compose, GymEnv, RewardSum, StepCounter, TransformedEnv, VecNorm
+from rollwright.errors import EnvError, NotNative
 from rollwright.testing.mocking_classes import CountingEnv
 
 
@@ -321,7 +321,8 @@ def test_states_of_older_versions_begin_new_trajectories(build):
     old = ("policy_state_dict", "env_state_dict", "frames", "iter", "policy_version", "traj_pool")
     state = {name: value for name, value in first.state_dict().items() if name in old}
     second = build()
-    second.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"the state has no .*'streams'.*begins anew"):
+        second.load_state_dict(state)
     batch = second.next()
     assert int(batch["collector", "traj_ids"].min()) > used
     assert bool((batch["step_count"][:, 0] == 0).all())
@@ -340,12 +341,63 @@ def test_an_environment_of_another_make_begins_anew_and_says_so(build):
     assert second.stats()["frames"] == FRAMES * 2
 
 
-def test_a_failed_load_begins_new_trajectories(make, pendulum_actor):
-    collector = make(lambda: GymEnv("Pendulum-v1"), pendulum_actor(), frames_per_batch=5)
-    collector.next()
-    with pytest.raises(RuntimeError, match="weight"):
-        collector.load_state_dict({**collector.state_dict(), "policy_state_dict": {}})
-    assert collector.next()["collector", "traj_ids"].tolist() == [1] * 5
+def _without(state, name):
+    return {key: value for key, value in state.items() if key != name}
+
+
+def _late_error(state):
+    return {**state, "env_checkpoint": {**state["env_checkpoint"], "attributes": torch.zeros(3, dtype=torch.uint8)}}
+
+
+WRONG = {
+    "weights of another shape": lambda state: {**state, "policy_state_dict": {}},
+    "no trajectories": lambda state: _without(state, "trajectories"),
+    "no streams": lambda state: _without(state, "streams"),
+    "no env_checkpoint": lambda state: _without(state, "env_checkpoint"),
+    "a stream cut short": lambda state: {**state, "streams": {**state["streams"], "torch": torch.zeros(3)}},
+    "an environment that cannot be read": _late_error,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("normalised", [False, True])
+def test_a_load_that_raises_changes_nothing(make, same, pendulum_actor, wrong, normalised):
+    def env():
+        return (
+            TransformedEnv(GymEnv("Pendulum-v1"), VecNorm(in_keys=["observation"]))
+            if normalised
+            else GymEnv("Pendulum-v1")
+        )
+
+    other = make(env, pendulum_actor(0.25), frames_per_batch=5)
+    other.next()
+    state = WRONG[wrong](through_a_file(other.state_dict()))
+    batches = []
+    for loads in (False, True):
+        collector = make(env, pendulum_actor(), frames_per_batch=5)
+        collector.set_seed(0)
+        collector.next()
+        if loads:
+            lacking = f"'{wrong[3:]}'" if wrong.startswith("no ") else None
+            with pytest.raises((KeyError, RuntimeError, TypeError, EnvError), match=lacking):
+                collector.load_state_dict(state)
+        batches.append(collector.next())
+    same(*batches)
+
+
+@pytest.mark.parametrize("use_buffers", [None, False])
+def test_a_state_from_before_the_first_batch_loads_where_buffers_are_made_late(make, same, use_buffers):
+    def env():
+        return TransformedEnv(GymEnv("CartPole-v1"), Compose(VecNorm(in_keys=["observation"]), RewardSum()))
+
+    collector = make(env, frames_per_batch=20, use_buffers=use_buffers)
+    state = through_a_file(collector.state_dict())
+    expected = collector.next()
+    collector.load_state_dict(state)
+    same(collector.next(), expected, but=["collector"])
+    fresh = make(env, frames_per_batch=20, use_buffers=use_buffers)
+    fresh.load_state_dict(state)
+    same(fresh.next(), expected)
 
 
 # Streams ------------------------------------------------------------------------------------------------

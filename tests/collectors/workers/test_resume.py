@@ -10,6 +10,8 @@ import pytest
 from tests.collectors.workers.envs import VERSION, gain, makers
 from tests.collectors.workers.processes import wait_until
 
+from rollwright.errors import WorkerError
+
 KINDS = ["sync", "async"]
 
 
@@ -55,6 +57,21 @@ def test_what_was_published_before_a_load_is_not_taken_after_it(make, kind):
     assert collector.policy_version == 0
     assert collector.update_policy_weights_(gain(3.0)) == 1
     assert wait_until(lambda: acted([collector.next()]) == ({3.0}, {1}), 30.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lacks", ["policy_state_dict", "streams"])
+def test_no_worker_loads_what_another_one_refuses(make, kind, lacks):
+    options = {"frames_per_batch": 10, "track_policy_version": True}
+    state = make(kind, makers(), gain(5.0), **options).state_dict()
+    if lacks == "streams":
+        state["worker1"] = {name: value for name, value in state["worker1"].items() if name != lacks}
+    else:
+        state["worker1"] = {**state["worker1"], lacks: {}}
+    collector = make(kind, makers(), gain(1.0), **options)
+    with pytest.raises((KeyError, WorkerError), match=r"worker.?1.*(streams|module\.gain)|worker 1: RuntimeError"):
+        collector.load_state_dict(state)
+    assert acted(collector.next() for _ in range(4)) == ({1.0}, {0})
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -229,6 +229,14 @@ class RolloutDelivery(Delivery):
         undelivered = self.rollout.path.save_undelivered()
         return {**held, **saved, **({} if undelivered is None else {"undelivered": undelivered})}, []
 
+    def check_held(self, held: Mapping[str, Any] | None) -> None:
+        """Raise what :meth:`load_held` would raise of damaged frames; nothing is changed."""
+        if held is not None and "rest" in held:
+            held = held["of_trajectories"]
+        if held is not None and self.assembler is not None:
+            found = placed({name: held[name] for name in ("open", "complete", "envs", "frames_dropped")})
+            _ = [td_from(td) for name in ("open", "complete") for td in found[name]]
+
     def load_held(
         self, held: Mapping[str, Any] | None, trajectories: Mapping[str, Any] | None, *, ids_are_free: bool
     ) -> None:

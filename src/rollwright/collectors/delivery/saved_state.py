@@ -6,8 +6,9 @@ import random
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +21,11 @@ from rollwright.collectors.rollout.devices import module_device
 from rollwright.collectors.rollout.policy_copies import never_copied_in
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import RolloutState, placed, td_from, td_state
-from rollwright.envs.checkpoint import load_env, save_env
+from rollwright.envs.checkpoint import load_env, save_env, unchanged_if_it_raises
 from rollwright.modules import RandomPolicy
 from rollwright.weight_update.policy_weights import is_never_copied, weights_of
 
-__all__ = ["SavedState", "warn_of_unsaved"]
+__all__ = ["SavedState", "check_entries", "warn_of_unsaved"]
 
 _ENDS = "turns of it were delivered, and no turn comes twice, so it ends there, and counts as dropped"
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -81,47 +82,96 @@ class SavedState:
         state["unsaved"] = unsaved
         return state
 
+    def check(self, state: Mapping[str, Any], **kwargs: Any) -> None:
+        """Raise what :meth:`load` would raise; nothing is changed."""
+        self._read(state)
+        with self._unchanged_if_it_raises(always=True):
+            self._load_modules(state, **kwargs)
+
     def load(self, state: Mapping[str, Any], **kwargs: Any) -> None:
-        """Restore what :meth:`save` saved.
+        """Restore what :meth:`save` saved; where it raises, all is as it was.
 
         Args:
-            state: of :meth:`save`, of a collector of the same make; what it lacks is reset.
+            state: of :meth:`save`, of a collector of the same make.
             **kwargs: go to ``load_state_dict`` of policy and environment.
         """
-        if "env_state_dict" not in checked_state(state):
-            raise KeyError(f"state_dict: expected 'env_state_dict' among its entries, got {sorted(state)}.")
-        rollout = self._rollout
+        rollout, of_path = self._rollout, _is_of_path(state)
+        read = self._read(state)
         # Frames that this collector has delivered may have the saved ids, on other trajectories.
         ids_are_free = not rollout.stepped or self._is_at(state)
+        with self._unchanged_if_it_raises(always=True):  # a trial, before conversations in progress are dropped
+            self._load_modules(state, **kwargs)
+        before, ids = rollout.path.state_dict(), rollout.ids.state_dict()
         rollout.forget_trajectories()
-        if "policy_state_dict" in state and (weights := weights_of(rollout.policy)) is not None:
-            kept = weights.state_dict() if never_copied_in(rollout.policy) else {}
-            weights.load_state_dict({**kept, **state["policy_state_dict"]}, **kwargs)
-        if "engine_state_dict" in state:
-            rollout.acting.update_engine(state["engine_state_dict"])
-        of_path = "row_ids" in (state.get("trajectories") or ())
-        if not of_path:
-            rollout.env.load_state_dict(state["env_state_dict"], **kwargs)
-        rollout.frames = int(state.get("frames", 0))
-        self._delivery.batches = int(state.get("iter", 0))
+        with self._unchanged_if_it_raises():
+            if "engine_state_dict" in state:
+                rollout.acting.update_engine(state["engine_state_dict"])
+            reason = self._load_modules(state, **kwargs)
+            if "traj_pool" in state:
+                rollout.ids.load_state_dict(state["traj_pool"])
+            if of_path:
+                self._load_path(read.trajectories, ids_are_free, before, ids)
+        goes_on = reason is None
+        saved = read.trajectories if goes_on else None
+        rollout.frames, self._delivery.batches = int(state.get("frames", 0)), int(state.get("iter", 0))
         rollout.acting.version = int(state.get("policy_version", 0))
-        if "traj_pool" in state:
-            rollout.ids.load_state_dict(state["traj_pool"])
-        saved = state.get("trajectories") if of_path or self._load_env(state) else None
-        if "episodes" in state:
-            rollout.episodes.load_state_dict(placed(state["episodes"]), goes_on=saved is not None)
-        if of_path:
-            rollout.path.load_state_dict(placed(saved), ids_are_free=ids_are_free)
-        elif saved is not None:
-            loaded = RolloutState(td_from(saved["carrier"]), saved["anew"].cpu().numpy(), placed(saved["fresh_ids"]))
-            rollout.go_on_from(loaded, ids_are_free=ids_are_free)
-        else:
+        if read.episodes is not None:
+            rollout.episodes.load_state_dict(read.episodes, goes_on=saved is not None)
+        if read.rollout is not None and goes_on:
+            rollout.go_on_from(read.rollout, ids_are_free=ids_are_free)
+        elif not of_path:
             rollout.start_over()  # what the environment was in begins again
             if "in_parts" in state:
                 rollout.path.end_parts(placed(state["in_parts"]))
         self._delivery.load_held(state.get("held"), saved, ids_are_free=ids_are_free)
-        if "streams" in state:
+        if state.get("streams") is not None:
             _load_generators(state["streams"])
+        if reason is not None:
+            warnings.warn(f"load_state_dict: {reason}", UserWarning, stacklevel=3)
+
+    def _read(self, state: Mapping[str, Any]) -> _Read:
+        """Take a state apart, before anything is changed."""
+        check_entries(state)
+        saved, episodes, streams = placed(state.get("trajectories")), None, state.get("streams")
+        if streams is not None:
+            _check_generators(streams)
+        if "episodes" in state:
+            episodes = placed(state["episodes"])
+            self._rollout.episodes.copy().load_state_dict(episodes, goes_on=saved is not None)
+        self._delivery.check_held(state.get("held"))
+        if saved is None or _is_of_path(state):
+            if saved is not None:
+                self._rollout.path.check_state(saved)
+            return _Read(saved, None, episodes)
+        carrier = td_from(state["trajectories"]["carrier"])
+        return _Read(saved, RolloutState(carrier, saved["anew"].numpy(), saved["fresh_ids"]), episodes)
+
+    @contextmanager
+    def _unchanged_if_it_raises(self, *, always: bool = False) -> Iterator[None]:
+        rollout = self._rollout
+        with ExitStack() as stack:
+            for part in (weights_of(rollout.policy), rollout.env):
+                if part is not None and not is_never_copied(part):
+                    stack.enter_context(unchanged_if_it_raises(part, always=always))
+            yield
+
+    def _load_modules(self, state: Mapping[str, Any], **kwargs: Any) -> str | None:
+        """Load policy and environment; why the trajectories do not go on, None: they do."""
+        rollout = self._rollout
+        if "policy_state_dict" in state and (weights := weights_of(rollout.policy)) is not None:
+            kept = weights.state_dict() if never_copied_in(rollout.policy) else {}
+            weights.load_state_dict({**kept, **state["policy_state_dict"]}, **kwargs)
+        return None if _is_of_path(state) else self._load_env(state, **kwargs)
+
+    def _load_path(self, saved: Any, ids_are_free: bool, before: Any, ids: dict[str, int]) -> None:
+        rollout = self._rollout
+        try:
+            rollout.path.load_state_dict(saved, ids_are_free=ids_are_free)
+        except BaseException:
+            rollout.ids.load_state_dict(ids)
+            if before is not None:
+                rollout.path.load_state_dict(before[0], ids_are_free=True)
+            raise
 
     def _is_at(self, state: Mapping[str, Any]) -> bool:
         """Whether nothing was delivered that the saved state does not know of."""
@@ -132,21 +182,62 @@ class SavedState:
         now = _trajectories(rollout.state())[0] if own is None else own[0]
         return _equal(now, state.get("trajectories"))
 
-    def _load_env(self, state: Mapping[str, Any]) -> bool:
-        """Restore the environment; False where it is reset instead."""
+    def _load_env(self, state: Mapping[str, Any], **kwargs: Any) -> str | None:
+        """Restore the environment; why it is reset instead, None: it is not."""
+        env, weights = self._rollout.env, state["env_state_dict"]
         if "env_checkpoint" not in state:
-            return False
-        env = self._rollout.env
+            env.load_state_dict(weights, **kwargs)
+            lacking = sorted(_LATER - state.keys())
+            return f"the state has no {lacking}. Weights and counters go on; the environment begins anew, with new ids."
         try:
-            load_env(env, placed(state["env_checkpoint"], env.device))
+            load_env(env, placed(state["env_checkpoint"], env.device), weights, **kwargs)
         except ValueError as error:
-            warnings.warn(
-                f"load_state_dict: the environment begins anew, with new trajectory ids. {error}",
-                UserWarning,
-                stacklevel=4,
-            )
-            return False
-        return True
+            env.load_state_dict(weights, **kwargs)
+            return f"the environment begins anew, with new trajectory ids. {error}"
+        return None
+
+
+class _Read(NamedTuple):
+    """What a state holds, once it is taken apart."""
+
+    trajectories: Any
+    rollout: RolloutState | None
+    episodes: Any
+
+
+def _is_of_path(state: Mapping[str, Any]) -> bool:
+    return "row_ids" in (state.get("trajectories") or ())
+
+
+def check_entries(state: Any, name: str = "") -> None:
+    """Test that a state has all that :meth:`SavedState.save` writes.
+
+    Args:
+        state: of one collector, or of one worker.
+        name: of the worker.
+
+    Raises:
+        TypeError: it is no dictionary.
+        KeyError: entries are missing. A state that has none of trajectories and generators is one of an older version,
+            or of another package; it loads with a warning.
+    """
+    needed = _FIRST if not _LATER & checked_state(state).keys() else _FIRST | _COUNTS | _LATER
+    if needed > _FIRST and _is_of_path(state):
+        needed -= {"env_checkpoint"}
+    where = f"state_dict[{name!r}]" if name else "state_dict"
+    if missing := sorted(needed - state.keys()):
+        unexpected = sorted(map(str, state.keys() - _FIRST - _COUNTS - _LATER - _MAY_BE))
+        others = f", and {unexpected}, which no collector saves" if unexpected else ""
+        raise KeyError(
+            f"{where}: expected {missing} among its entries, got {sorted(map(str, state))}{others}. Pass what "
+            "state_dict() of such a collector returned, whole."
+        )
+
+
+_FIRST = {"env_state_dict"}
+_COUNTS = {"frames", "iter", "policy_version", "traj_pool"}  # other packages save some
+_LATER = {"env_checkpoint", "episodes", "held", "streams", "trajectories", "unsaved"}
+_MAY_BE = {"engine_state_dict", "in_parts", "policy_state_dict", "queue", "version_tracker"}
 
 
 def warn_of_unsaved(states: Mapping[str, Mapping[str, Any]], stacklevel: int) -> bool:
@@ -214,6 +305,15 @@ def _load_generators(saved: Mapping[str, Any]) -> None:
     np.random.set_state(_as_arrays(saved["numpy"]))
     python = saved["python"]
     random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+
+
+def _check_generators(saved: Mapping[str, Any]) -> None:
+    """Test that generators take states, with others than the global ones."""
+    torch.Generator().set_state(saved["torch"].cpu())
+    np.random.RandomState().set_state(_as_arrays(saved["numpy"]))
+    python = saved["python"]
+    random.Random().setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+    _ = [stream.cpu() for stream in saved["cuda"].values()]
 
 
 def _index(device: torch.device) -> int:

@@ -133,10 +133,10 @@ class LLMCollector(Collector):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """See :meth:`Collector.load_state_dict`."""
+        super().load_state_dict(state_dict, **kwargs)
         given = self._tracker
         if "version_tracker" in state_dict and hasattr(given, "set_extra_state"):
             given.set_extra_state(state_dict["version_tracker"])
-        super().load_state_dict(state_dict, **kwargs)
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """See :meth:`Collector.iterator`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from rollwright.envs.transforms import Transform, TransformedEnv
 from rollwright.envs.transforms.foreign import ForeignTransform
 from rollwright.errors import EnvError
 
-__all__ = ["EnvCheckpoint", "load_env", "save_env"]
+__all__ = ["EnvCheckpoint", "load_env", "save_env", "unchanged_if_it_raises"]
 
 ENTRIES = ("makes", "tensors", "masks", "attributes")
 
@@ -89,7 +90,7 @@ def save_env(env: EnvBase) -> EnvCheckpoint:
     pickled, unsaved = _dump_all(parts, attributes)
     state: dict[str, Any] = {
         "makes": {path: _make(part) for path, part in parts.items()},
-        "tensors": {name: _copied(tensor) for name, tensor in _tensors(parts) if not _is_unmade(tensor)},
+        "tensors": {name: _copied(tensor) for name, tensor in _tensors(parts) if tensor is None or not is_lazy(tensor)},
         "masks": {name: _copied(spec.mask) for name, spec in _masked(parts)},
         "attributes": torch.frombuffer(bytearray(pickled), dtype=torch.uint8),
     }
@@ -101,7 +102,9 @@ def save_env(env: EnvBase) -> EnvCheckpoint:
     return EnvCheckpoint(state, unsaved)
 
 
-def load_env(env: EnvBase, state: Mapping[str, Any]) -> None:
+def load_env(
+    env: EnvBase, state: Mapping[str, Any], state_dict: Mapping[str, Any] | None = None, **kwargs: Any
+) -> None:
     """Make an environment what another one of the same make was when it was saved.
 
     Parts that were not saved stay as they are. References to objects inside of ``env`` that were taken before,
@@ -113,17 +116,72 @@ def load_env(env: EnvBase, state: Mapping[str, Any]) -> None:
     Args:
         env: constructed as the one that was saved, in this process or another.
         state: of :func:`save_env`.
+        state_dict: what ``env.state_dict()`` returned then: for parts that could not be saved.
+        **kwargs: go to ``env.load_state_dict``.
 
     Raises:
         ValueError: ``state`` is no such state, or that of another kind of environment.
-        EnvError: a class or function that the state names is not there; make a new ``env`` then.
+        EnvError: a class or function that the state names is not there; ``env`` is as it was.
     """
+    with unchanged_if_it_raises(env):
+        _load(env, state, state_dict, kwargs)
+
+
+@contextmanager
+def unchanged_if_it_raises(module: nn.Module, *, always: bool = False) -> Iterator[None]:
+    """Make a module, such as an environment, what it was before where the ``with`` block raises.
+
+    Restored are parameters, buffers, masks of specs, extra state, attributes (the objects that they were, not what was
+    changed inside of these), and environments in other processes.
+
+    Args:
+        module: that the block loads a state into.
+        always: also where the block does not raise, for a trial.
+    """
+    parts = dict(module.named_modules())
+    owns: list[dict[str, Any]] = [own for part in parts.values() for own in (part.__dict__, *_own_tensors(part))]
+    before = [(own, dict(own)) for own in owns]
+    made = [tensor for _, tensor in _tensors(parts) if tensor is not None and not is_lazy(tensor)]
+    tensors = [(tensor, tensor.data, tensor.detach().clone()) for tensor in made]
+    masks = [(spec, spec.mask) for _, spec in _masked(parts)]
+    extra = [(part, deepcopy(part.get_extra_state())) for part in parts.values() if _has_extra_state(part)]
+    stateful = [(holder, deepcopy(dict(holder.state_dict()))) for holder in _stateful(parts).values()]
+    remote = [(part, part.save_remote()[0]) for _, part in _elsewhere(parts)]
+    failed = True
+    try:
+        yield
+        failed = always
+    finally:
+        if failed:
+            for own, was in before:
+                own.clear()
+                own.update(was)
+            for tensor, data, value in tensors:
+                tensor.data = data.copy_(value)
+            for spec, mask in masks:
+                spec.mask = mask
+            for part, state in extra:
+                part.set_extra_state(state)
+            for holder, state in stateful:
+                holder.load_state_dict(state)
+            for part, state in remote:
+                part.load_remote(state)
+
+
+def _has_extra_state(part: nn.Module) -> bool:
+    return type(part).get_extra_state is not nn.Module.get_extra_state
+
+
+def _load(env: EnvBase, state: Mapping[str, Any], state_dict: Mapping[str, Any] | None, kwargs: dict[str, Any]) -> None:
     if not isinstance(state, Mapping) or not set(ENTRIES) <= state.keys():
         found = key_str(state.keys()) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(f"state: expected the state of save_env, with {key_str(ENTRIES)}, got {found}.")
     parts = dict(env.named_modules())
     _check_same(env, state["makes"], {path: _make(part) for path, part in parts.items()})
     _put_tensors(parts, state["tensors"])
+    if state_dict is not None:
+        env.load_state_dict(state_dict, **kwargs)
+        _put_tensors(parts, state["tensors"])  # a state_dict is live: it may be of a later time
     for name, spec in _masked(parts):
         if name in state["masks"]:
             spec.mask = _copied(state["masks"][name])
@@ -270,16 +328,17 @@ def _masked(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
     return ((name, spec) for name, spec in _specs(parts) if hasattr(spec, "mask") and not isinstance(spec, Composite))
 
 
-def _is_unmade(tensor: Tensor | None) -> bool:
-    return tensor is not None and is_lazy(tensor)
-
-
 def _copied(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
 def _put_tensors(parts: Mapping[str, nn.Module], saved: Mapping[str, Tensor | None]) -> None:
+    for name in saved.keys() - dict(_tensors(parts)).keys():  # of a buffer that is made late, and was not here yet
+        path, _, own_name = name.rpartition(".")
+        parts[path]._buffers[own_name] = None
     for path, part in parts.items():
+        for name in [name for name in part._buffers if f"{path}.{name}" not in saved]:
+            del part._buffers[name]  # was made later than what was saved
         for own in _own_tensors(part):
             for name, live in own.items():
                 if f"{path}.{name}" not in saved:

@@ -32,7 +32,7 @@ from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.schedules.strategy import Strategy
 from rollwright.errors import WorkerError
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "check_undelivered"]
 
 _BREAK_S = 0.5  # after which a consumer is taken to have stopped
 
@@ -399,6 +399,12 @@ class Schedule:
     def num_undelivered(self) -> int:
         """Rollouts that have arrived, and of which no batch was made yet."""
         return len(self.strategy.waiting())
+
+
+def check_undelivered(state_dict: Mapping[str, Any]) -> None:
+    """Raise what :meth:`Schedule.load_state_dict` would raise of a damaged state; nothing is changed."""
+    _ = int(state_dict["frames"]), [_loaded(saved["held"]) for saved in state_dict["waiting"]]
+    _ = [td_from(td) for td in (*state_dict["trajectories"], *state_dict.get("kept", ()))]
 
 
 def _saved(held: Any) -> Any:

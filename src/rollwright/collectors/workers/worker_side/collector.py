@@ -29,6 +29,7 @@ from rollwright.collectors.rollout.environment import making_env, note_waits
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
 from rollwright.collectors.rollout.policy import making_policy
 from rollwright.collectors.rollout.rollout import Rollout
+from rollwright.collectors.rollout.stats import EpisodeStats
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.collectors.weights.local import LocalWeights
 from rollwright.collectors.weights.targets import WeightTargets
@@ -329,9 +330,14 @@ class WorkerCollector(Reachable):
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """Go on from a saved state."""
         self._check_between_batches()
-        self._moved = True
         self._saved_state.load(state_dict, **kwargs)
+        self._moved = True
         self.take_version(self._rollout.acting.version)
+
+    def check_saved_state(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+        """Raise what :meth:`load_saved_state` would raise; nothing is changed."""
+        self._check_between_batches()
+        self._saved_state.check(state_dict, **kwargs)
 
     def load_saved_state(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """:meth:`load_state_dict`, whatever was published before."""
@@ -346,6 +352,7 @@ class WorkerCollector(Reachable):
         """
         paths = self._rollout.path.divided([state["trajectories"] for state in states], count)
         first = {name: states[0][name] for name in ("env_state_dict", "policy_version", "traj_pool")}
+        first |= {"frames": 0, "iter": 0, "episodes": EpisodeStats().state_dict(), "streams": None, "unsaved": []}
         return [{**first, "trajectories": path, "held": None} for path in paths]
 
     def stats(self) -> dict[str, Any]:

@@ -374,8 +374,8 @@ class ConversationPoolPath(PoolPath):
         else:
             self._renew(self._every)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
-        """See :meth:`Path.load_state_dict`.
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`Path.check_state`.
 
         Raises:
             ValueError: it was saved with another number of environments, or of another environment.
@@ -385,6 +385,9 @@ class ConversationPoolPath(PoolPath):
                 f"state_dict: expected that of a pool of {len(self._every)} environments, got one of "
                 f"{len(state_dict.get('envs', ()))}. Make the pool as the one that was saved."
             )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
+        """See :meth:`Path.load_state_dict`."""
         self.forget()
         also: list[EndedConversation] = unpacked(state_dict["also"]) if "also" in state_dict else []
         names = Names(None if ids_are_free else lambda: int(self._ids.take(1)[0]))

@@ -343,13 +343,16 @@ class TurnPath(Path):
             return [place_in(source, num_rows, number) for source, number in zip(sources, dropped, strict=True)]
         return divided(states, sources, num_rows=num_rows, num_slots=num_slots)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
-        """See :meth:`Path.load_state_dict`.
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`Path.check_state`.
 
         Raises:
             ValueError: it was saved with another number of environments, or another ``async_envs``.
         """
         saving.check_rows(state_dict, self._dialogs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
+        """See :meth:`Path.load_state_dict`."""
         self.forget()
         fresh_id = None if ids_are_free else self._fresh_id
         saving.load(state_dict, self._dialogs, self._conversations, chain=self._chain, fresh_id=fresh_id)
