@@ -31,6 +31,7 @@ __all__ = [
     "EnvError",
     "EnvKeyError",
     "MissingExtraError",
+    "NoSilentEnd",
     "NotNative",
     "PolicyError",
     "PolicyKeyError",
@@ -106,6 +107,28 @@ class DamagedFileError(RollwrightError, ValueError):
 
 class MissingExtraError(RollwrightError, ImportError):
     """An optional dependency is not installed."""
+
+
+class NoSilentEnd:
+    """A ``with`` block whose StopIteration is an error: raised on, it would end the loop that takes the batches.
+
+    Args:
+        who: runs in the block, for the message.
+
+    Raises:
+        RollwrightError: the block raised StopIteration.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+
+    def __enter__(self) -> None:
+        """Enter the block."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Raise an error in place of StopIteration."""
+        if isinstance(error, StopIteration):
+            raise RollwrightError(f"{self._who} raised {type(error).__name__}: {error}") from error
 
 
 class NotNative(RollwrightError):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollwright.envs import GymEnv, StepCounter, TransformedEnv
+from rollwright.errors import RollwrightError
 from rollwright.testing.mocking_classes import CountingEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
@@ -242,3 +243,24 @@ def test_pause_is_a_context_that_lets_errors_out(make):
     with pytest.raises(Stop), collector.pause():
         raise Stop
     assert collector.next().shape == (4,)
+
+
+def _stops(*_):
+    raise StopIteration("the data is over")
+
+
+class Stops(CountingEnv):
+    """Raises StopIteration at its first step."""
+
+    _step = _stops
+
+
+@pytest.mark.parametrize("num_collectors", [None, 2])
+@pytest.mark.parametrize("who", ["environment", "policy", "pre_collect_hook", "post_collect_hook", "postproc"])
+def test_stop_iteration_of_user_code_is_an_error_with_its_text(make, who, num_collectors):
+    hooks = {who: _stops} if who not in ("environment", "policy") else {}
+    env = Stops if who == "environment" else CountingEnv
+    workers = {} if num_collectors is None else {"num_collectors": num_collectors, "sync": True}
+    collector = make(env, _stops if who == "policy" else None, frames_per_batch=4, total_frames=8, **hooks, **workers)
+    with pytest.raises(RollwrightError, match="raised StopIteration: the data is over"):
+        list(collector)

@@ -21,6 +21,7 @@ from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import placed, td_from, td_state
 from rollwright.data.layout import split_trajectories
+from rollwright.errors import NoSilentEnd
 
 __all__ = ["RolloutDelivery", "split"]
 
@@ -287,7 +288,8 @@ class RolloutDelivery(Delivery):
     def _count_batch(self, batch: TensorDictBase, count: bool = True) -> None:
         self.batches += count
         if (hook := self.rollout.hooks.post_collect_hook) is not None:
-            hook(batch)
+            with NoSilentEnd("post_collect_hook"):
+                hook(batch)
 
     def _shape(self, batch: TensorDictBase) -> TensorDictBase:
         """Split, post-process, and drop private entries."""
@@ -297,7 +299,8 @@ class RolloutDelivery(Delivery):
         if options.flatten_data and batch.ndim != 1:
             batch = batch.reshape(-1) if options.split_trajs else self.rollout.path.flattened(batch)
         if options.postproc is not None:
-            batch = options.postproc(batch)
+            with NoSilentEnd("postproc"):
+                batch = options.postproc(batch)
             if not is_tensor_collection(batch):
                 raise TypeError(
                     f"postproc: expected it to return a TensorDict, got {type(batch).__name__}. Let it return one."

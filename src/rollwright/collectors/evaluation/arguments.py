@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase

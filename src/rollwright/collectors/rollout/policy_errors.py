@@ -100,6 +100,8 @@ def explained(error: BaseException, trial: Trial, path: Path) -> PolicyError | N
     except Exception:  # whatever went wrong here, the policy's error is what the user has to see
         return None
     kind = type(error)
+    if isinstance(error, StopIteration):  # raised again, it would end the caller's loop in silence
+        return PolicyError(text)
     if not isinstance(error, _KINDS) or kind is not getattr(builtins, kind.__name__, None):
         error.add_note(text)
         return None

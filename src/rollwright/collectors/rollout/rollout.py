@@ -43,7 +43,7 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.priming import provide_for_policy, taking_indices
 from rollwright.envs.recreation.policy import num_recreations
 from rollwright.envs.utils import set_exploration_type
-from rollwright.errors import NotNative
+from rollwright.errors import NoSilentEnd, NotNative
 from rollwright.modules import set_recurrent_mode
 
 __all__ = ["Rollout", "SilentObserver"]
@@ -276,7 +276,7 @@ class Rollout:
             self._counted = 0
             self._episodes_before = self.episodes.copy()
             try:
-                with self.timer.running():
+                with self.timer.running(), NoSilentEnd("a rollout: the environment or pre_collect_hook"):
                     batch = self.run()
                     self._counted = self.frames_taken
                     self.frames += self._counted

@@ -145,7 +145,9 @@ class Dialog:
         if not was_cut:
             turn.added = outcome.messages
             if outcome.response is not None:  # it called tools
-                turn.response, turn.finish_reason = outcome.response, FinishReason.TOOL
+                turn.response = outcome.response
+                if turn.finish_reason is FinishReason.STOP:  # one that was cut by its length says so
+                    turn.finish_reason = FinishReason.TOOL
                 self.messages[-1] = outcome.response
                 if self.chain.messages:
                     self.chain.messages[-1] = outcome.response
