@@ -179,6 +179,19 @@ def test_existing_id_is_refused_and_replaced_on_demand(run, load, tmp_path):
     assert load(ID).total_steps > before
 
 
+@pytest.mark.parametrize("place", [".", "data"])
+def test_overwriting_deletes_no_files_of_others(run, load, tmp_path, place):
+    arguments = ["collect", "CartPole-v1", "--format", "minari", "--output", tmp_path / "out", "--frames", 200]
+    assert run(*arguments).status == 0
+    mine = tmp_path / "out" / ID / place / "notes.txt"
+    mine.write_text("mine")
+    result = run(*arguments, "--overwrite")
+    assert result.status == 2
+    assert f"{mine.relative_to(tmp_path / 'out' / ID)}, which Minari did not write" in result.err
+    assert mine.read_text() == "mine"
+    assert load(ID).total_steps > 0
+
+
 @pytest.mark.parametrize("dataset_id", ["no-version", "spaces in-v0", "/v0"])
 def test_malformed_ids(run, tmp_path, dataset_id):
     result = run(

@@ -221,6 +221,21 @@ def test_removing_spares_what_is_not_ours(tmp_path):
         remove_dataset(tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["frames", "frames-compact"])
+def test_what_users_put_beside_the_frames_is_spared(tmp_path, name):
+    """By a writer that gives back space, by one that replaces the dataset, and by removing it."""
+    mine = tmp_path / "out" / name / "plots" / "loss.png"
+    for steps in (3, 5):
+        with DatasetWriter(tmp_path / "out", steps=steps, overwrite=True) as target:
+            target.write(batch((), 2))
+            mine.parent.mkdir(parents=True, exist_ok=True)
+            mine.write_text(str(steps))
+        assert load_dataset(tmp_path / "out").batch_size == (2,)
+        assert mine.read_text() == str(steps)
+    remove_dataset(tmp_path / "out")
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [mine]
+
+
 def test_a_writer_without_batches_leaves_nothing(tmp_path):
     DatasetWriter(tmp_path / "out", steps=3).close()
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from rollwright.errors import MissingExtraError, require
 __all__ = ["Export"]
 
 _ROOT_VARIABLE = "MINARI_DATASETS_PATH"
+_DATA = "data"  # the folder that Minari writes to, in that of a dataset
+_MINARIS = re.compile(r"main_data\.hdf5|metadata\.json|\d+")  # what is in it
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Export:
         """Decide on id and folders.
 
         Raises:
-            Failure: Minari is missing, the id is malformed, or there is a dataset of that id.
+            Failure: Minari is missing, the id is malformed, or there is a dataset of that id, or other files.
         """
         package = _minari()
         name = "random" if policy == "random" else _slug(Path(policy).stem if policy.endswith(".pt2") else policy)
@@ -74,6 +76,12 @@ class Export:
             raise Failure(
                 f"--dataset-id: {dataset_id!r} exists already in {root}. Choose another id or version, or pass "
                 "--overwrite."
+            )
+        others = _files_of_others(export.target)
+        if others:
+            raise Failure(
+                f"--overwrite: {export.target} holds {', '.join(others)}, which Minari did not write. Move it elsewhere, "
+                "or choose another --dataset-id."
             )
         return export
 
@@ -115,18 +123,17 @@ class Export:
                 "more --frames.",
                 status=1,
             )
-        if self.target.exists():  # only now that there is something to replace it with
-            shutil.rmtree(self.target)
+        self._remove()  # only now that there is something to replace it with
         try:
             seed = None if arguments.workers else arguments.seed  # each worker's environments have seeds of their own
             episodes = _episodes(frames, env, arguments.categorical_actions, seed, interrupted)
             self._create(episodes, env, arguments, console)
         except _Interrupted:
-            shutil.rmtree(self.target, ignore_errors=True)
+            self._remove()
             console.alert(f"the Minari dataset was not written. {rest}")
             return
         except Exception as error:
-            shutil.rmtree(self.target, ignore_errors=True)
+            self._remove()
             raise Failure(f"Minari could not write {self.dataset_id!r}: {brief(error)}. {rest}", status=1) from error
         del frames, ended
         remove_dataset(self.frames)
@@ -138,6 +145,12 @@ class Export:
             console.line(f"left out: {count(unfinished, 'unfinished episode')}, {count(left_out, 'frame')}")
         variable = "" if arguments.output is None else f"with {_ROOT_VARIABLE}={self.root} set, "
         console.line(f"load it: {variable}minari.load_dataset({self.dataset_id!r})")
+
+    def _remove(self) -> None:
+        """Remove the dataset, and nothing else that its folder may hold."""
+        shutil.rmtree(self.target / _DATA, ignore_errors=True)
+        with suppress(OSError):  # it holds other files, or is not there
+            self.target.rmdir()
 
     def _create(self, episodes: Iterator[Any], env: GymEnv, arguments: argparse.Namespace, console: Console) -> None:
         single = getattr(env.gym_env.unwrapped, "envs", [env.gym_env])[0]  # Minari wants one environment, not a vector
@@ -163,6 +176,14 @@ class Export:
 
 class _Interrupted(Exception):
     """The user does not want to wait for the episodes to be written."""
+
+
+def _files_of_others(target: Path) -> list[str]:
+    """What the folder of a dataset holds that Minari has not written, by name."""
+    data = target / _DATA
+    others = [found for found in (target.iterdir() if target.is_dir() else ()) if found != data]
+    others += [found for found in (data.iterdir() if data.is_dir() else ()) if not _MINARIS.fullmatch(found.name)]
+    return sorted(str(found.relative_to(target)) for found in others)
 
 
 def _minari() -> Any:

@@ -256,14 +256,58 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path):
     assert os.listdir(tmp_path) == ["notes"]
 
 
+@pytest.mark.parametrize("first, second", [("tensor", "tensor"), ("tensor", "list"), ("list", "tensor")])
+def test_a_second_dump_replaces_its_own_files_alone(first, second, tmp_path):
+    folder = tmp_path / "saved"
+    used(first, "random").dumps(folder)
+    (folder / "policy.pt").write_text("mine")
+    (folder / "plots" / "of.today").mkdir(parents=True)
+    (folder / "plots" / "of.today" / "loss.png").write_text("mine")
+    (folder / "latest").symlink_to("policy.pt")
+    used(second, "random").dumps(folder / "of_a_task")
+    buffer = used(second, "random")
+    buffer.dumps(folder)
+    assert (folder / "latest").read_text() == "mine"
+    assert (folder / "plots" / "of.today" / "loss.png").read_text() == "mine"
+    for saved in (folder, folder / "of_a_task"):
+        other = make(second, "random")
+        other.loads(saved)
+        assert bool((other[:] == buffer[:]).all())
+    assert len(list(folder.glob("*.pt"))) == (2 if second == "tensor" else 3)  # none of the first
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_files_of_a_name_that_dumps_have_are_no_dump(tmp_path):
+    (tmp_path / "state.pt").write_text("that of my optimizer")
+    with pytest.raises(FileExistsError, match="other files"):
+        used("tensor", "random").dumps(tmp_path)
+    assert (tmp_path / "state.pt").read_text() == "that of my optimizer"
+
+
+def test_files_of_users_come_back_out_of_a_folder_that_stepped_aside(tmp_path):
+    """A kill after the new dump has taken the place of the old one, and a file that was written there since then."""
+    buffer, folder = used("tensor", "random"), tmp_path / "saved"
+    aside = tmp_path / ".saved-rollwright-replaced"
+    for place in (folder, aside):
+        buffer.dumps(place)
+        (place / "runs").mkdir()
+        (place / "runs" / "both").write_text(place.name)
+        (place / "runs" / place.name).write_text("mine")
+    folders.recover(folder)
+    assert (folder / "runs" / "both").read_text() == "saved"
+    assert sorted(os.listdir(folder / "runs")) == sorted(["both", aside.name, "saved"])
+    assert os.listdir(tmp_path) == ["saved"]
+
+
 @pytest.mark.parametrize("storage", ["tensor", "list"])
-@pytest.mark.parametrize("calls", range(16))
+@pytest.mark.parametrize("calls", range(20))
 def test_a_kill_in_the_middle_of_a_dump_leaves_a_whole_one(storage, calls, tmp_path):
     """The process is killed at its n-th call that changes files."""
     old, new = make(storage, "random"), make(storage, "random")
     write(old, 10)
     write(new, 20, 100)
     old.dumps(tmp_path / "saved")
+    (tmp_path / "saved" / "policy.pt").write_text("mine")
 
     def dump_and_die() -> None:
         left = calls
@@ -290,6 +334,7 @@ def test_a_kill_in_the_middle_of_a_dump_leaves_a_whole_one(storage, calls, tmp_p
     other = make(storage, "random")
     other.loads(tmp_path / "saved")
     held = other[:]["serial"].tolist()
+    assert (tmp_path / "saved" / "policy.pt").read_text() == "mine"
     assert held in (list(range(10)), list(range(100, 120)))
     if child.exitcode == 0:
         assert held[0] == 100

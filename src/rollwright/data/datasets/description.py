@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -12,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import key_str, leaves, unravel
+from rollwright.data.datasets.files import remove_frames
 from rollwright.data.datasets.ragged_rows import read_frames
 from rollwright.data.loading import load_mapped, named, pickles_in
 from rollwright.errors import DamagedFileError
@@ -207,8 +207,7 @@ def remove_dataset(path: str | os.PathLike[str]) -> None:
     """
     describe_dataset(path)
     for name in (FRAMES, COMPACT, ROWS):
-        if (Path(path) / name).exists():
-            shutil.rmtree(Path(path) / name)
+        remove_frames(Path(path) / name)
     (Path(path) / DESCRIPTION).unlink()
 
 

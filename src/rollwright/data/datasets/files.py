@@ -1,15 +1,18 @@
-"""Writes and copies of files whose disk may be full."""
+"""Files of a dataset: written and copied where the disk may be full, and removed."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from rollwright.data.loading import named
 
-__all__ = ["copy_bytes", "write_all"]
+__all__ = ["INDEX_FILE", "ROWS_FILE", "copy_bytes", "remove_frames", "write_all"]
 
+ROWS_FILE, INDEX_FILE = "frames.rows", "frames.index"
 _COPY_BYTES = 1 << 23
 
 
@@ -42,3 +45,13 @@ def copy_bytes(source: BinaryIO, target: BinaryIO, num_bytes: int, interrupted: 
             raise OSError("a file ended before its complete frames did")
         target.write(data)
         num_bytes -= len(data)
+
+
+def remove_frames(folder: Path) -> None:
+    """Remove the frames of a dataset, and the folders that hold nothing else; other files stay."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            if name in (ROWS_FILE, INDEX_FILE, "meta.json") or name.endswith(".memmap"):
+                (Path(place) / name).unlink()
+        with contextlib.suppress(OSError):  # it holds other files
+            Path(place).rmdir()

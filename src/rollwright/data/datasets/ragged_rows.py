@@ -11,13 +11,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rollwright.data.datasets.files import write_all
+from rollwright.data.datasets.files import INDEX_FILE, ROWS_FILE, write_all
 from rollwright.data.encoding import Decoder, DecodingError, encode
 from rollwright.errors import DamagedFileError
 
-__all__ = ["INDEX_FILE", "ROWS_FILE", "FrameRows", "read_frames"]
+__all__ = ["FrameRows", "read_frames"]
 
-ROWS_FILE, INDEX_FILE = "frames.rows", "frames.index"
 _NUMBERS = 3  # of a frame in the index, int64: where its row begins, its length, its checksum (CRC-32)
 
 

@@ -30,7 +30,7 @@ from rollwright.data.datasets.description import (
     write_description,
 )
 from rollwright.data.datasets.episodes import EpisodeScan, FrameColumns, Totals
-from rollwright.data.datasets.files import copy_bytes, write_all
+from rollwright.data.datasets.files import copy_bytes, remove_frames, write_all
 from rollwright.data.datasets.ragged_rows import FrameRows
 
 __all__ = ["DatasetWriter"]
@@ -329,11 +329,11 @@ class DatasetWriter:
                     target.flush()
                     os.fsync(target.fileno())
         except OSError:  # interrupted, or no space for a copy
-            shutil.rmtree(self.path / COMPACT, ignore_errors=True)
+            remove_frames(self.path / COMPACT)
             return
         self._data, self._allocated_steps = COMPACT, self.steps
         self._describe(complete=False)
-        shutil.rmtree(self.path / FRAMES)
+        remove_frames(self.path / FRAMES)
 
     # Description ------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollwright.data.loading import load_saved, save
-from rollwright.data.replay_buffers.storages.folders import recover, replacing
+from rollwright.data.replay_buffers.storages.folders import LIST_FILE, holds_dump, recover, replacing
 from rollwright.data.replay_buffers.storages.memory import ROWS_FILE, STATE_FILE
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.storages.tensors import LazyMemmapStorage
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rollwright.data.replay_buffers.buffer import ReplayBuffer
 
 __all__ = ["dump", "load", "restore", "state_of"]
-
-LIST_FILE = "elements.pt"
 
 
 def state_of(buffer: ReplayBuffer, *, with_elements: bool) -> dict[str, Any]:
@@ -81,10 +79,10 @@ def _check_dim(buffer: ReplayBuffer, stored: Mapping[str, Any] | None) -> None:
 
 
 def dump(buffer: ReplayBuffer, path: Any) -> None:
-    """Write a buffer to a folder.
+    """Write a buffer to a folder; of one that holds an older dump, the files of that dump are replaced.
 
     Raises:
-        FileExistsError: the folder holds other files.
+        FileExistsError: the folder holds other files, and no dump.
         OSError: the disk is full, or fails; what was written is removed, and what was there stays.
     """
     folder = Path(path).expanduser().resolve()
@@ -95,8 +93,7 @@ def dump(buffer: ReplayBuffer, path: Any) -> None:
         storage.flush()
         return
     recover(folder)
-    names = (STATE_FILE, ROWS_FILE, LIST_FILE)
-    if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in names):
+    if folder.exists() and any(folder.iterdir()) and not holds_dump(folder):
         raise FileExistsError(f"path: {str(folder)!r} holds other files. Name a new folder, or one of a buffer.")
     with replacing(folder) as new:
         save(state_of(buffer, with_elements=False), new / STATE_FILE)

@@ -2,6 +2,8 @@
 
 What a killed process leaves beside a folder is removed the next time that somebody writes or reads it. A process that
 is at work holds a lock on the folder that it fills, which the system releases when it ends.
+
+Only the files of a buffer are replaced or removed: others that lie in the folder, and folders inside, stay.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["recover", "replacing"]
+from rollwright.data.replay_buffers.storages.memory import LOCK_FILE, ROWS_FILE, STATE_FILE
+
+__all__ = ["LIST_FILE", "holds_dump", "recover", "remove_dump", "replacing"]
+
+LIST_FILE = "elements.pt"
+_OURS = (STATE_FILE, f"{STATE_FILE}.new", ROWS_FILE, LOCK_FILE, LIST_FILE)
 
 _LONGEST_WAIT_S, _NAP_S = 10.0, 1e-3
 
@@ -31,7 +38,6 @@ def replacing(folder: Path) -> Iterator[Path]:
         with _swapping(folder):
             _put_back(folder)
             if folder.exists():
-                shutil.rmtree(_aside(folder), ignore_errors=True)
                 os.replace(folder, _aside(folder))
             os.replace(new, folder)
     finally:
@@ -54,9 +60,40 @@ def recover(folder: Path) -> None:
                 os.close(held)
 
 
+def holds_dump(folder: Path) -> bool:
+    """Whether a folder is one that a buffer was written to."""
+    return (folder / STATE_FILE).exists() and any((folder / name).exists() for name in (ROWS_FILE, LIST_FILE))
+
+
+def remove_dump(folder: Path) -> None:
+    """Remove the files of a buffer, and their folder, if it holds nothing else."""
+    for name in _OURS:
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it holds other files, or is not there
+        folder.rmdir()
+
+
 def _put_back(folder: Path) -> None:
-    if not folder.exists() and _aside(folder).exists():
-        os.replace(_aside(folder), folder)
+    """Make a folder whole that was replaced, or was to be: nothing is left of what stepped aside for it."""
+    aside = _aside(folder)
+    if not aside.exists():
+        return
+    if not folder.exists():
+        os.replace(aside, folder)
+        return
+    for found in aside.iterdir():
+        if found.name not in _OURS:
+            _move(found, folder / found.name)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move a file or a folder, file by file where the folder is there; a file that is there stays, as the later one."""
+    if not os.path.lexists(target):
+        os.replace(source, target)
+    elif source.is_dir() and not source.is_symlink():
+        for found in source.iterdir():
+            _move(found, target / found.name)
 
 
 def _aside(folder: Path) -> Path:

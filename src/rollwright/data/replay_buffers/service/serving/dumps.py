@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import torch
 from rollwright.data.loading import load_saved, save
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.service.packing import unpack
+from rollwright.data.replay_buffers.storages.folders import holds_dump, remove_dump
 
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.service.serving.keeper import Keeper
@@ -65,9 +65,11 @@ class Dumps:
 
     def dump(self, keeper: Keeper) -> None:
         """Save."""
+        before = self._folder / f"dump-{self._number}"
         self._number += 1
-        name, before = f"dump-{self._number}", f"dump-{self._number - 1}"
-        shutil.rmtree(self._folder / name, ignore_errors=True)  # of a service that was killed meanwhile
+        while (self._folder / f"dump-{self._number}").exists() and not holds_dump(self._folder / f"dump-{self._number}"):
+            self._number += 1  # the user's; a dump there is of a service that was killed meanwhile, and is replaced
+        name = f"dump-{self._number}"
         keeper.buffer.dumps(self._folder / name)
         state = {
             "number": self._number,
@@ -85,7 +87,7 @@ class Dumps:
         }
         save(state, self._folder / (DUMP_FILE + ".new"))
         os.replace(self._folder / (DUMP_FILE + ".new"), self._folder / DUMP_FILE)
-        shutil.rmtree(self._folder / before, ignore_errors=True)
+        remove_dump(before)
         self._saved = keeper.buffer.write_count
 
 
