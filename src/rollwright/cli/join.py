@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
-from rollwright._processes.network.addresses import SECRET, parse_address
+from rollwright._processes.network.addresses import SECRET, checked_secret, parse_address, secret_of
 from rollwright.cli.errors import Failure
 from rollwright.collectors.workers.remote.joining import join
 
@@ -27,9 +26,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _secret(arguments: argparse.Namespace) -> bytes:
     if arguments.secret_file is not None:
-        return bytes(arguments.secret_file.read_bytes().strip())
-    if SECRET not in os.environ:
+        found = arguments.secret_file.read_text().strip()
+        checked_secret("--secret-file", found)
+        return bytes(found.encode())
+    secret = secret_of(None)
+    if secret is None:
         raise Failure(
             f"the secret of the run is missing. Set {SECRET} to what the collector has, or pass --secret-file."
         )
-    return os.environ[SECRET].encode()
+    return secret.encode()

@@ -61,6 +61,20 @@ def test_another_secret_is_refused_and_both_sides_say_so(server):
     assert "has another secret" in str(theirs)
 
 
+def test_a_refusal_holds_nothing_that_depends_on_the_secret(server):
+    answers = []
+
+    def guessing(address, secret, about, timeout_s):
+        with socket.create_connection(address) as end:
+            end.recv(45)
+            end.sendall((66).to_bytes(4, "big") + bytes(64) + b"{}")
+            answers.append(end.recv(1 << 10))
+
+    mine, _ = greeted(server, dial=guessing)
+    assert "does not know the secret" in str(mine)
+    assert answers[0][4:36] == bytes(32)
+
+
 def test_other_versions_are_refused_by_name(server, monkeypatch):
     real = handshake.software_versions()
     told = iter([{**real, "torch": "0.1"}, real])  # of who joins first

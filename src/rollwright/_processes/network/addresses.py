@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["SECRET", "checked_address", "checked_secret", "parse_address"]
+import os
+
+__all__ = ["SECRET", "checked_address", "checked_secret", "parse_address", "secret_of"]
 
 SECRET = "ROLLWRIGHT_SECRET"
 """The environment variable that holds the secret of a run."""
@@ -46,3 +48,15 @@ def checked_secret(name: str, value: object) -> object:
             f"{f' of {len(value)}' if isinstance(value, str) else ''}. Pass for example secrets.token_hex(16)."
         )
     return value
+
+
+def secret_of(given: str | None) -> str | None:
+    """The secret of a run: the one given, or that of the environment variable; None: there is neither.
+
+    Raises:
+        ValueError: the variable is empty, or too short.
+    """
+    if given is None and SECRET in os.environ:
+        given = os.environ[SECRET]
+        checked_secret(SECRET, given)
+    return given

@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["HandshakeRefused", "IncomingHandshake", "RefusedForNow", "connect_to", "software_versions"]
 
-_MARK = b"rollwright 1\n"
+_MARK = b"rollwright 2\n"
 _NONCE, _PROOF, _SIZE = 32, 32, 4
 _LONGEST = 1 << 14
 _TIMEOUT_S = 20.0
@@ -26,7 +26,7 @@ class HandshakeRefused(ConnectionError):
 
 
 class RefusedForNow(HandshakeRefused):
-    """There is no place, which may change."""
+    """There is no place, or the other side is too busy to answer; both may change."""
 
 
 def software_versions() -> dict[str, str]:
@@ -47,17 +47,25 @@ class IncomingHandshake:
         secret: of the run.
 
     Attributes:
-        expires_at: by ``time.monotonic()``.
+        began_at, expires_at: by ``time.monotonic()``.
     """
 
     def __init__(self, end: socket.socket, secret: bytes) -> None:
         end.setblocking(False)
         self.end, self._secret = end, secret
-        self.expires_at = time.monotonic() + _TIMEOUT_S
+        self.began_at = time.monotonic()
+        self.expires_at = self.began_at + _TIMEOUT_S
         self._nonce, self._theirs = secrets.token_bytes(_NONCE), b""
         self._read = bytearray()
         with contextlib.suppress(OSError):  # read() finds out
             end.send(_MARK + self._nonce)
+
+    @property
+    def peer(self) -> str:
+        """Address of the other side, for messages."""
+        with contextlib.suppress(OSError):
+            return str(self.end.getpeername()[0])
+        return "a connection"
 
     def read(self) -> dict[str, Any] | None:
         """What the other side says of itself, once it is complete and proved; None: not yet.
@@ -66,11 +74,14 @@ class IncomingHandshake:
             HandshakeRefused: it is not proved, or does not fit; the other side was sent the reason.
         """
         try:
-            self._read += self.end.recv(_LONGEST)
+            got = self.end.recv(_LONGEST)
         except (BlockingIOError, InterruptedError):
             return None
         except OSError as error:
             raise HandshakeRefused(f"it hung up: {error}") from error
+        if not got:
+            raise HandshakeRefused("it hung up")
+        self._read += got
         if len(self._read) < _SIZE:
             return None
         size = int.from_bytes(self._read[:_SIZE], "big")
@@ -81,7 +92,9 @@ class IncomingHandshake:
         content = bytes(self._read[_SIZE : _SIZE + size])
         self._theirs, proof, text = content[:_NONCE], content[_NONCE : _NONCE + _PROOF], content[_NONCE + _PROOF :]
         if not hmac.compare_digest(proof, _prove(self._secret, b"join", self._nonce, self._theirs, text)):
-            self.refuse("it does not know the secret of this run")
+            why = "it does not know the secret of this run"
+            self._answer({"refused": why}, proof=bytes(_PROOF))  # a code keyed by the secret would help to guess it
+            raise HandshakeRefused(why)
         about: dict[str, Any] = json.loads(text)
         self._check_versions(about)
         return about
@@ -114,9 +127,9 @@ class IncomingHandshake:
         self._answer({"refused": why, "for_now": for_now})
         raise HandshakeRefused(why)
 
-    def _answer(self, verdict: dict[str, Any]) -> None:
+    def _answer(self, verdict: dict[str, Any], proof: bytes | None = None) -> None:
         text = json.dumps(verdict).encode()
-        proof = _prove(self._secret, b"answer", self._theirs, self._nonce, text)
+        proof = proof or _prove(self._secret, b"answer", self._theirs, self._nonce, text)
         with contextlib.suppress(OSError):  # who has hung up is noticed later
             self.end.send((_PROOF + len(text)).to_bytes(_SIZE, "big") + proof + text)
 
@@ -144,21 +157,24 @@ def connect_to(
         The socket.
 
     Raises:
-        HandshakeRefused: the collector has refused, or what answers is none; RefusedForNow: it may be asked again.
+        HandshakeRefused: the collector has refused, or what answers is none; RefusedForNow: it may be asked again, or
+            has hung up.
         ConnectionError, TimeoutError: nothing answers there.
     """
     end = _connected(address, timeout_s if listens_within_s is None else listens_within_s, role)
     try:
         end.settimeout(timeout_s)
-        theirs = _exactly(end, len(_MARK) + _NONCE)
+        peer = f"what answers at {_str(address)}"
+        theirs = _exactly(end, len(_MARK) + _NONCE, peer)
         if not theirs.startswith(_MARK):
-            raise HandshakeRefused(f"what answers at {_str(address)} is no {role} of rollwright.")
+            raise HandshakeRefused(f"{peer} is no {role} of rollwright.")
         nonce, mine = theirs[len(_MARK) :], secrets.token_bytes(_NONCE)
         text = json.dumps({"versions": software_versions(), "host": socket.gethostname(), "pid": os.getpid(), **about})
         proof = _prove(secret, b"join", nonce, mine, text.encode())
         content = mine + proof + text.encode()
-        end.sendall(len(content).to_bytes(_SIZE, "big") + content)
-        answer = _exactly(end, int.from_bytes(_exactly(end, _SIZE), "big") % _LONGEST)
+        with contextlib.suppress(ConnectionError):  # reading finds out
+            end.sendall(len(content).to_bytes(_SIZE, "big") + content)
+        answer = _exactly(end, int.from_bytes(_exactly(end, _SIZE, peer), "big") % _LONGEST, peer)
         proof, text_back = answer[:_PROOF], answer[_PROOF:]
         if not hmac.compare_digest(proof, _prove(secret, b"answer", mine, nonce, text_back)):
             raise HandshakeRefused(
@@ -191,12 +207,17 @@ def _connected(address: tuple[str, int], timeout_s: float, role: str) -> socket.
             raise type(error)(f"{_str(address)} cannot be reached: {error}.") from error
 
 
-def _exactly(end: socket.socket, count: int) -> bytes:
+def _exactly(end: socket.socket, count: int, peer: str) -> bytes:
     found = b""
     while len(found) < count:
-        got = end.recv(count - len(found))
+        got = b""
+        with contextlib.suppress(ConnectionError):
+            got = end.recv(count - len(found))
         if not got:
-            raise HandshakeRefused("the other side has hung up: it is none of rollwright's, or it has refused.")
+            raise RefusedForNow(
+                f"{peer} has hung up before it has answered: it is none of rollwright's, or more connect to it at once "
+                "than it can greet. Try again."
+            )
         found += got
     return found
 

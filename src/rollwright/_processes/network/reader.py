@@ -22,6 +22,7 @@ class BackgroundReader:
     Args:
         fd: a file descriptor to wait for until there is something to read.
         read: a bound method, which any thread may call.
+        always: read now and then though there is nothing to read.
 
     Example:
         >>> import socket
@@ -41,10 +42,10 @@ class BackgroundReader:
         (None, None)
     """
 
-    def __init__(self, fd: int, read: Callable[[], None]) -> None:
+    def __init__(self, fd: int, read: Callable[[], None], *, always: bool = False) -> None:
         self._stopped, self._read_at = threading.Event(), [time.monotonic()]
         self._failed: list[Exception] = []
-        args = (fd, weakref.WeakMethod(read), self._stopped, self._read_at, self._failed)
+        args = (fd, weakref.WeakMethod(read), self._stopped, self._read_at, self._failed, always)
         self._thread = threading.Thread(target=_read_meanwhile, args=args, name="rollwright-reader", daemon=True)
         self._thread.start()
 
@@ -71,6 +72,7 @@ def _read_meanwhile(
     stopped: threading.Event,
     read_at: list[float],
     failed: list[Exception],
+    always: bool,
 ) -> None:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -78,7 +80,7 @@ def _read_meanwhile(
         absent_s = time.monotonic() - read_at[0]
         if absent_s < _ABSENT_S:
             stopped.wait(_ABSENT_S - absent_s)
-        elif poll.poll(_ABSENT_S * 1e3):
+        elif poll.poll(_ABSENT_S * 1e3) or always:
             read = method()
             if read is None or stopped.is_set():
                 return

@@ -33,6 +33,7 @@ from rollwright import Collector
 from rollwright._processes.network.addresses import SECRET
 from rollwright._processes.network.pair import PairCarrier
 from rollwright.collectors.workers.remote import link
+from rollwright.collectors.workers.remote.process_groups.slurm import SubmititLauncher
 from rollwright.errors import WorkerError
 
 KINDS = ["sync", "async"]
@@ -354,3 +355,13 @@ def test_more_groups_than_ranks_are_an_error(make, monkeypatch):
             backend="distributed",
             backend_options={"launcher": "torchrun"},
         )
+
+
+def test_nobody_else_reads_what_lies_in_the_folder_of_jobs(tmp_path):
+    pytest.importorskip("submitit")
+    tmp_path.chmod(0o755)
+    launcher = SubmititLauncher({"cluster": "local", "folder": str(tmp_path)}, None)
+    (own,) = tmp_path.iterdir()
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert launcher._executor.folder == own
+    launcher.close()

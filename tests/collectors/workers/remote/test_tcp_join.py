@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import threading
+import time
 
 import pytest
 from tests.collectors.workers.envs import VERSION, gain, makers
@@ -13,6 +14,8 @@ from tests.collectors.workers.processes import gone, wait_until
 from tests.patience import patient
 
 from rollwright._processes.network.addresses import SECRET
+from rollwright._processes.network.handshake import HandshakeRefused, connect_to
+from rollwright.collectors.workers.remote.launchers import Manual
 from rollwright.collectors.workers.remote.transport import RemoteTransport
 from rollwright.errors import WorkerError
 
@@ -214,3 +217,28 @@ def test_ctrl_c_ends_a_host_that_serves_and_the_collector_says_which(collect, jo
         for _ in collector:
             pass
     assert gone(pids)
+
+
+def test_the_wait_for_hosts_names_who_was_refused_and_why():
+    transport = RemoteTransport(1, 1, Manual(), secret=KNOWN.encode(), start_timeout=0.2)
+    try:
+        link = transport._start(0)
+        with pytest.raises(HandshakeRefused, match="another secret"):
+            connect_to(transport.address, b"a secret of somebody else", {}, patient(20.0))
+        assert wait_until(lambda: transport.tend() or link.lost)
+        assert "nothing joined within start_timeout=0.2 s (refused: 127.0.0.1 it does not know" in link._failure.text
+    finally:
+        transport.close()
+
+
+def test_a_connection_that_opens_and_closes_leaves_the_learner_at_rest():
+    transport = RemoteTransport(1, 1, Manual(), secret=KNOWN.encode())
+    try:
+        for _ in range(10):
+            socket.create_connection(transport.address).close()
+        assert wait_until(lambda: len(transport.refused) == 10)
+        used = time.process_time()
+        threading.Event().wait(1.0)
+        assert time.process_time() - used < 0.15
+    finally:
+        transport.close()

@@ -13,7 +13,6 @@ from rollwright.collectors.workers.remote.group import serve_collector
 
 __all__ = ["join"]
 
-_PLACE_S = 5.0  # for a place to become free: the collector may be about to see that a host is lost
 _NAP_S = 0.2
 
 
@@ -32,7 +31,7 @@ def join(
         secret: of its run.
         group: which group this is; None: any that nobody has joined.
         name: of this machine, for messages; None: its host name.
-        timeout_s: for the collector to listen and to answer.
+        timeout_s: for the collector to listen, to answer, and to have a place: it is asked again until then.
 
     Raises:
         HandshakeRefused: the collector has another secret, or does not want this host.
@@ -47,10 +46,10 @@ def join(
 
 
 def _let_in(address: tuple[str, int], secret: bytes, about: dict[str, Any], timeout_s: float) -> socket.socket:
-    until = time.monotonic() + min(_PLACE_S, timeout_s)
+    until = time.monotonic() + timeout_s
     while True:
         try:
-            return connect_to(address, secret, about, timeout_s)
+            return connect_to(address, secret, about, max(_NAP_S, until - time.monotonic()))
         except RefusedForNow:
             if time.monotonic() + _NAP_S > until:
                 raise

@@ -87,15 +87,15 @@ class Link:
         """Of the line; -1: there is none."""
         return -1 if self._line is None else self._line.fileno()
 
-    def check(self) -> None:
-        """Find out whether the group has been silent for too long."""
+    def check(self, refused: str = "") -> None:
+        """Find out whether the group has been silent for too long; ``refused``: who was, for messages."""
         with self.lock:
             now = time.monotonic()
             if self.lost is not None:
                 return
             if self._line is None:
                 if now - self._began > self._start_timeout:
-                    late = TimeoutError(f"nothing joined within start_timeout={self._start_timeout:g} s")
+                    late = TimeoutError(f"nothing joined within start_timeout={self._start_timeout:g} s{refused}")
                     self.lose(f"within start_timeout={self._start_timeout:g} s", ExceptionInfo.of(late))
             elif now - self._heard_at() > self._host_timeout:
                 self.read()  # this process may have been busy

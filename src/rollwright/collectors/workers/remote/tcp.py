@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rollwright._options import Check
-from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, parse_address
+from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, parse_address, secret_of
 from rollwright.collectors.workers.remote.launchers import LocalLauncher, Manual
 from rollwright.collectors.workers.remote.options import RemoteOptions
 from rollwright.collectors.workers.remote.transport import RemoteTransport
@@ -42,7 +41,7 @@ class Options(RemoteOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.launcher == "join" and self.secret is None and SECRET not in os.environ:
+        if secret_of(self.secret) is None and self.launcher == "join":
             raise ValueError(
                 f"secret: launcher='join' needs one that those who join know, and neither secret= nor {SECRET} is "
                 f"there. Set {SECRET}=$(openssl rand -hex 16) here and where `rollwright join` runs."
@@ -55,7 +54,7 @@ def transport(options: Options, own: WorkerOptions, num_workers: int) -> RemoteT
     Raises:
         OSError: the address cannot be listened at.
     """
-    secret = options.secret or os.environ.get(SECRET) or secrets.token_hex(32)
+    secret = secret_of(options.secret) or secrets.token_hex(32)
     try:
         made = RemoteTransport(
             num_workers,

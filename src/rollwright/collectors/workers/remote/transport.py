@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import select
-import socket
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +18,7 @@ from rollwright._processes.forks import on_fork
 from rollwright._processes.network.carrier import Carriers
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake
 from rollwright._processes.network.line import Line
+from rollwright._processes.network.listener import Listener
 from rollwright._processes.network.reader import BackgroundReader
 from rollwright.collectors.workers.remote import frames
 from rollwright.collectors.workers.remote.launchers import Host, Launcher
@@ -31,7 +30,8 @@ from rollwright.weight_update.forwarding import Copies
 __all__ = ["RemoteTransport"]
 
 _BEAT_S = 0.5
-_MOST_PENDING = 64
+_LEAST_SECRET = 16
+_MOST_NAMED = 3  # refusals, where nothing has joined
 _END_S = 2.0
 
 
@@ -69,6 +69,11 @@ class RemoteTransport:
         num_threads: int | None = None,
         carriers: Callable[[tuple[str, int]], Carriers] | None = None,
     ) -> None:
+        if len(secret) < _LEAST_SECRET:
+            raise ValueError(
+                f"secret: expected at least {_LEAST_SECRET} bytes that nobody can guess, got {len(secret)}. Pass for "
+                "example secrets.token_hex(16).encode()."
+            )
         self._per_group, self._launcher, self._secret = per_group, launcher, secret
         self._timeouts = {"host_timeout": host_timeout, "start_timeout": start_timeout}
         beat_s = min(_BEAT_S, host_timeout / 4, _BEAT_S if step_timeout is None else step_timeout / 4)
@@ -81,25 +86,26 @@ class RemoteTransport:
         self._hosts: dict[int, Host] = {}
         self._former: list[Host] = []
         self._num_groups = -(-num_workers // per_group)
-        self._pending: dict[int, IncomingHandshake] = {}
-        self._early: dict[int, dict[str, Any]] = {}  # of those pending: they know the secret, and wait for a group
+        # By file descriptor, those that know the secret, and wait for a group:
+        self._early: dict[int, tuple[IncomingHandshake, dict[str, Any]]] = {}
         self.refused: list[str] = []
-        self._socket = socket.create_server(address, backlog=_MOST_PENDING)
-        self._socket.setblocking(False)
-        for close in (self._socket.close, self._poll.close):
-            weakref.finalize(self, close).atexit = False
+        admit, refuse = weakref.WeakMethod(self._admit), weakref.WeakMethod(self._refuse)
+        self._listener = Listener(
+            address, secret, lambda *proved: _called(admit, *proved), lambda *refused: _called(refuse, *refused)
+        )
+        weakref.finalize(self, self._poll.close).atexit = False
         self._lock = threading.RLock()
         on_fork(self)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._watch(self._socket.fileno(), self._accept)
+        self.address = self._listener.address
+        self._watch(self._listener.fileno(), self._listener.read)
         self._carriers = None if carriers is None else carriers(self.address)
-        self._reader = BackgroundReader(self._poll.fileno(), self._take_in)
+        self._reader = BackgroundReader(self._poll.fileno(), self._take_in, always=True)
 
     def reset_after_fork(self) -> None:
         """In a forked child: the groups are those of its parent."""
         self._lock = threading.RLock()
-        self._socket.close()
-        for greeting in self._pending.values():
+        self._listener.close()
+        for greeting, _ in self._early.values():
             greeting.end.close()
         self._readers.clear()
         self._poll.close()
@@ -120,6 +126,7 @@ class RemoteTransport:
             for fd, _ in self._poll.poll(0) if not self._poll.closed else ():
                 if fd in self._readers:
                     self._readers[fd]()
+            self._listener.read()  # those who say nothing
 
     def push(self) -> None:
         """See :class:`Transport`."""
@@ -133,13 +140,11 @@ class RemoteTransport:
             self._tend()
 
     def _tend(self) -> None:
-        now = time.monotonic()
-        for fd, greeting in list(self._pending.items()):
-            if now > greeting.expires_at and fd not in self._early:
-                self._drop(fd, f"{_peer(greeting.end)} said nothing in time")
+        self._listener.read()
+        named = list(dict.fromkeys(self.refused))[-_MOST_NAMED:]
         for group, link in self._links.items():
             if link.lost is None:
-                link.check()
+                link.check(f" (refused: {'; '.join(named)})" if named else "")
                 host = self._hosts.get(group)
                 how = None if host is None else host.how_it_ended()
                 if how is not None:
@@ -179,8 +184,9 @@ class RemoteTransport:
             self._hosts[group] = host
             link.name = getattr(host, "name", link.name)
         early, self._early = self._early, {}
-        for fd, about in early.items():
-            self._admit(fd, about)
+        for fd, (greeting, about) in early.items():
+            self._unwatch(fd)
+            self._admit(greeting, about)
         return link
 
     def published(self) -> None:
@@ -192,49 +198,25 @@ class RemoteTransport:
 
     # Groups that join ---------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, InterruptedError):
-            while True:
-                end, _ = self._socket.accept()
-                if len(self._pending) >= _MOST_PENDING:
-                    end.close()
-                    continue
-                greeting = IncomingHandshake(end, self._secret)
-                fd = end.fileno()
-                self._pending[fd] = greeting
-                self._watch(fd, partial(self._greet, fd))
-
-    def _greet(self, fd: int) -> None:
-        greeting = self._pending[fd]
-        if self._early.pop(fd, None) is not None:
-            self._drop(fd, f"{_peer(greeting.end)} has hung up")
-            return
-        try:
-            about = greeting.read()
-            if about is not None:
-                self._admit(fd, about)
-        except (HandshakeRefused, ValueError, TypeError, AttributeError) as error:
-            self._drop(fd, f"{_peer(greeting.end)}: {error}")
-
-    def _admit(self, fd: int, about: dict[str, Any]) -> None:
+    def _admit(self, greeting: IncomingHandshake, about: dict[str, Any]) -> None:
         """Let in who has proved that it may, now or when the group is wanted."""
-        greeting, wanted = self._pending[fd], about.get("group")
+        fd, wanted = greeting.end.fileno(), about.get("group")
         free = [link for link in self._links.values() if link.lost is None and not link.is_joined]
         chosen = next((link for link in free if wanted in (None, link.index)), None)
         if chosen is None:
             for link in self._links.values():
                 link.read()  # the end of one may have arrived, too
             if sum(link.lost is None for link in self._links.values()) + len(self._early) < self._num_groups:
-                self._early[fd] = about  # the program is about to want the others, or one in place of a lost one
+                # The program is about to want the others, or one in place of a lost one:
+                self._early[fd] = greeting, about
+                self._watch(fd, partial(self._forget, fd))
                 return
             why = "all of its groups have been joined" if wanted is None else "that group was joined"
             try:
                 greeting.refuse(why, for_now=True)  # the end of a host may be about to be seen
             except HandshakeRefused as error:
-                self._drop(fd, f"{_peer(greeting.end)}: {error}")
+                self._drop(greeting, str(error))
             return
-        del self._pending[fd]
-        self._unwatch(fd)
         line, begin = Line(greeting.accept()), self._begin
         self._watch(line.fileno(), chosen.read)
         with contextlib.suppress(ChannelClosed, OSError):  # it has gone again, which the link finds out
@@ -244,12 +226,17 @@ class RemoteTransport:
                 begin = begin._replace(carrier=offer)
             chosen.join(line, str(about.get("name")), begin)
 
-    def _drop(self, fd: int, why: str) -> None:
-        greeting = self._pending.pop(fd)
-        self._early.pop(fd, None)
+    def _forget(self, fd: int) -> None:
+        greeting, _ = self._early.pop(fd)
         self._unwatch(fd)
+        self._drop(greeting, "has hung up")
+
+    def _drop(self, greeting: IncomingHandshake, why: str) -> None:
+        self._refuse(greeting.peer, why)
         greeting.end.close()
-        self.refused = [*self.refused[-9:], why]
+
+    def _refuse(self, peer: str, why: str) -> None:
+        self.refused = [*self.refused[-9:], f"{peer} {why}"]
 
     # The end ------------------------------------------------------------------------------------------
 
@@ -258,9 +245,10 @@ class RemoteTransport:
         self._reader.stop()
         for link in self._links.values():
             link.close()
-        for fd in list(self._pending):
-            self._drop(fd, "the collector was shut down")
-        self._socket.close()
+        for greeting, _ in self._early.values():
+            greeting.end.close()
+        self._early.clear()
+        self._listener.close()
         for host in (*self._hosts.values(), *self._former):
             host.end(_END_S)
         self._hosts.clear()
@@ -270,7 +258,7 @@ class RemoteTransport:
         self._poll.close()
 
 
-def _peer(end: socket.socket) -> str:
-    with contextlib.suppress(OSError):
-        return str(end.getpeername()[0])
-    return "a connection"
+def _called(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    bound = method()
+    if bound is not None:
+        bound(*args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sys
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rollwright._processes.network.addresses import SECRET, parse_address
+from rollwright._processes.network.addresses import parse_address, secret_of
 from rollwright._processes.pickling import dumps
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
@@ -128,7 +127,7 @@ class ServiceReplayBuffer(ReplayClient):
                     f"{name}: cannot be sent to the service's process: {type(error).__name__}: {error} Pass a function "
                     "that makes it, such as storage=partial(LazyTensorStorage, 1000)."
                 ) from error
-        secret = own.secret or os.environ.get(SECRET) or secrets.token_hex(32)
+        secret = secret_of(own.secret) or secrets.token_hex(32)
         return Recipe(
             made_of=dumps((kind, options)),
             address=parse_address("address", own.address or self._backend.DEFAULT_ADDRESS),

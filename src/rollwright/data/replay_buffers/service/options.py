@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rollwright._options import Check, check_fields, seconds, whole
-from rollwright._processes.network.addresses import checked_address, checked_secret
+from rollwright._processes.network.addresses import checked_address, checked_secret, secret_of
 from rollwright.data.replay_buffers.service.serving.dumps import DUMP_FILE
 
 __all__ = ["ServiceOptions"]
@@ -51,6 +51,7 @@ class ServiceOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        secret_of(self.secret)  # that of the environment is checked, too
         if self.path is None and (self.dump_every is not None or self.resume):
             name = "resume" if self.resume else "dump_every"
             raise ValueError(f"{name}: there is no folder to save the buffer in. Pass path= with it.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rollwright._options import Check, whole
-from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, parse_address
+from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, parse_address, secret_of
 from rollwright._processes.network.carrier import Carriers
 from rollwright.collectors.workers.remote.launchers import Launcher, LocalLauncher, Manual
 from rollwright.collectors.workers.remote.options import RemoteOptions
@@ -80,7 +79,7 @@ class LaunchOptions(RemoteOptions):
                 raise ValueError(f"{name}: is for launcher='submitit', got launcher={self.launcher!r}. Drop it.")
         if self.address is not None and self.port:
             raise ValueError(f"port={self.port}: address={self.address!r} has one. Drop one of the two.")
-        if self.launcher in ("join", "torchrun") and self.secret is None and SECRET not in os.environ:
+        if secret_of(self.secret) is None and self.launcher in ("join", "torchrun"):
             raise ValueError(
                 f"secret: launcher={self.launcher!r} needs one that all processes know, and neither secret= nor "
                 f"{SECRET} is there. Set {SECRET}=$(openssl rand -hex 16) on all machines."
@@ -165,7 +164,7 @@ def launched_transport(
         ValueError: torchrun has started more or fewer ranks than groups and a learner.
         SystemExit: this is a rank of torchrun other than 0, and the collector of rank 0 has ended.
     """
-    secret = (options.secret or os.environ.get(SECRET) or secrets.token_hex(32)).encode()
+    secret = (secret_of(options.secret) or secrets.token_hex(32)).encode()
     num_groups = -(-num_workers // options.num_workers_per_collector)
     if options.launcher == "torchrun":
         run = Torchrun.here()

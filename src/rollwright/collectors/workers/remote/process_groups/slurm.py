@@ -60,7 +60,8 @@ class SubmititLauncher:
 
     @staticmethod
     def _configured(submitit: Any, folder: Path, given: dict[str, Any], job: Mapping[str, Any] | None) -> Any:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # jobs lie there, with the secret of the run
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = Path(tempfile.mkdtemp(prefix="rollwright-", dir=folder))  # nobody else reads the secret in its jobs
         try:
             executor = submitit.AutoExecutor(folder=folder, **given)
         except (TypeError, ValueError, AssertionError, RuntimeError) as error:

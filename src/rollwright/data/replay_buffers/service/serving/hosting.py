@@ -103,17 +103,10 @@ class Service:
         dumps = None if recipe.path is None else Dumps(recipe.path, recipe.dump_every)
         journal = None if recipe.path is None else Journal(recipe.path, recipe.run)
         self._keeper = Keeper(kind(**options), dumps, journal)
-        end = _listening(recipe.address)
-        host, port = recipe.address[0], end.getsockname()[1]
+        self._server = _listening(self._keeper, recipe)
+        host, port = recipe.address[0], self._server.address[1]
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
         self.ready = Ready((shown, port), self._keeper.info, self._keeper.buffer.write_count)
-        self._server = Server(
-            self._keeper,
-            end,
-            recipe.secret,
-            beat_s=min(_MOST_BEAT_S, recipe.host_timeout / 4),
-            silence_s=recipe.host_timeout,
-        )
         self.watch = self._server.watch
 
     def serve(self, stopping: Callable[[], bool]) -> None:
@@ -128,9 +121,10 @@ class Service:
                 self._server.close()
 
 
-def _listening(address: tuple[str, int]) -> socket.socket:
+def _listening(keeper: Keeper, recipe: Recipe) -> Server:
+    address, beat_s = recipe.address, min(_MOST_BEAT_S, recipe.host_timeout / 4)
     try:
-        return socket.create_server(address, backlog=128)
+        return Server(keeper, address, recipe.secret, beat_s=beat_s, silence_s=recipe.host_timeout)
     except OSError as error:
         raise OSError(
             error.errno,

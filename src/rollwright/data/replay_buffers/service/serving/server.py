@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import select
-import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake
+from rollwright._processes.network.handshake import IncomingHandshake
 from rollwright._processes.network.line import Line
+from rollwright._processes.network.listener import Listener
 from rollwright.data.replay_buffers.service.messages import Beat, Counts, Request, Welcome, WriterName
 from rollwright.data.replay_buffers.service.packing import memory_for
 from rollwright.data.replay_buffers.service.serving.keeper import Answer, Keeper
 
 __all__ = ["Server"]
 
-_MOST_PENDING = 256
 _NAP_S, _BUSY_S = 0.5, 0.01  # without anything to do; while samples wait
 
 
@@ -37,24 +35,31 @@ class Server:
 
     Args:
         keeper: carries out requests.
-        end: a socket that listens.
+        address: host and port to listen at.
         secret: of the run.
         beat_s: between two signs of life.
         silence_s: after which a client's machine counts as gone.
+
+    Attributes:
+        address: where it listens.
+
+    Raises:
+        OSError: the address cannot be listened at.
     """
 
-    def __init__(self, keeper: Keeper, end: socket.socket, secret: bytes, *, beat_s: float, silence_s: float) -> None:
-        end.setblocking(False)
-        self._keeper, self._socket, self._secret = keeper, end, secret
+    def __init__(
+        self, keeper: Keeper, address: tuple[str, int], secret: bytes, *, beat_s: float, silence_s: float
+    ) -> None:
+        self._keeper, self._listener = keeper, Listener(address, secret, self._admit)
+        self.address = self._listener.address
         self._beat_s, self._silence_s = beat_s, silence_s
         self._poll = select.epoll()
         self._readers: dict[int, Callable[[], None]] = {}
-        self._greetings: dict[int, IncomingHandshake] = {}
         self._guests: dict[str, _Guest] = {}  # by client
         self._outbox: list[tuple[str, Answer]] = []
         self._sent_counts: Counts | None = None
         self._closed = threading.Event()
-        self.watch(end.fileno(), self._accept)
+        self.watch(self._listener.fileno(), self._listener.read)
         threading.Thread(target=self._show_life, name="rollwright-beat", daemon=True).start()
 
     def watch(self, fd: int, read: Callable[[], None]) -> None:
@@ -74,9 +79,7 @@ class Server:
                 self._readers[fd]()
         self._outbox += self._keeper.tend()
         self._send_replies()
-        now = time.monotonic()
-        for fd in [fd for fd, greeting in self._greetings.items() if now > greeting.expires_at]:
-            self._drop(fd)
+        self._listener.read()  # those who say nothing
         self._keeper.forget(set(self._guests))
 
     def _show_life(self) -> None:
@@ -89,32 +92,11 @@ class Server:
 
     # Clients that connect -----------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, InterruptedError):
-            while True:
-                end, _ = self._socket.accept()
-                if len(self._greetings) >= _MOST_PENDING:
-                    end.close()
-                    continue
-                fd = end.fileno()
-                self._greetings[fd] = IncomingHandshake(end, self._secret)
-                self.watch(fd, partial(self._greet, fd))
-
-    def _greet(self, fd: int) -> None:
-        greeting = self._greetings[fd]
-        try:
-            about = greeting.read()
-            if about is None:
-                return
-            writer = None if about.get("writer") is None else WriterName(*about["writer"])
-            client, is_owner = str(about["client"]), bool(about.get("owner"))
-            if (refused := self._keeper.refusal(writer)) is not None:
-                greeting.refuse(refused)
-        except (HandshakeRefused, ValueError, TypeError, AttributeError, KeyError):
-            self._drop(fd)
-            return
-        del self._greetings[fd]
-        self._unwatch(fd)
+    def _admit(self, greeting: IncomingHandshake, about: dict[str, Any]) -> None:
+        writer = None if about.get("writer") is None else WriterName(*about["writer"])
+        client, is_owner = str(about["client"]), bool(about.get("owner"))
+        if (refused := self._keeper.refusal(writer)) is not None:
+            greeting.refuse(refused)
         if client in self._guests:  # over a connection that has broken, as this end does not know yet
             self._lose(self._guests[client])
         line = Line(greeting.accept())
@@ -123,11 +105,6 @@ class Server:
         self._keeper.met(client, writer)
         self.watch(guest.fd, partial(self._read, guest))
         self._post(guest, Welcome(*self._counts()))
-
-    def _drop(self, fd: int) -> None:
-        greeting = self._greetings.pop(fd)
-        self._unwatch(fd)
-        greeting.end.close()
 
     def _lose(self, guest: _Guest) -> None:
         self._unwatch(guest.fd)
@@ -177,7 +154,5 @@ class Server:
         self._closed.set()
         for guest in list(self._guests.values()):
             self._lose(guest)
-        for fd in list(self._greetings):
-            self._drop(fd)
-        self._socket.close()
+        self._listener.close()
         self._poll.close()
