@@ -80,8 +80,8 @@ class Export:
         others = _files_of_others(export.target)
         if others:
             raise Failure(
-                f"--overwrite: {export.target} holds {', '.join(others)}, which Minari did not write. Move it elsewhere, "
-                "or choose another --dataset-id."
+                f"--overwrite: {export.target} holds {', '.join(others)}, which Minari did not write. Move it "
+                "elsewhere, or choose another --dataset-id."
             )
         return export
 

@@ -256,7 +256,7 @@ def test_a_folder_of_other_files_is_left_alone(tmp_path):
     assert os.listdir(tmp_path) == ["notes"]
 
 
-@pytest.mark.parametrize("first, second", [("tensor", "tensor"), ("tensor", "list"), ("list", "tensor")])
+@pytest.mark.parametrize(("first", "second"), [("tensor", "tensor"), ("tensor", "list"), ("list", "tensor")])
 def test_a_second_dump_replaces_its_own_files_alone(first, second, tmp_path):
     folder = tmp_path / "saved"
     used(first, "random").dumps(folder)

@@ -67,7 +67,9 @@ class Dumps:
         """Save."""
         before = self._folder / f"dump-{self._number}"
         self._number += 1
-        while (self._folder / f"dump-{self._number}").exists() and not holds_dump(self._folder / f"dump-{self._number}"):
+        while (self._folder / f"dump-{self._number}").exists() and not holds_dump(
+            self._folder / f"dump-{self._number}"
+        ):
             self._number += 1  # the user's; a dump there is of a service that was killed meanwhile, and is replaced
         name = f"dump-{self._number}"
         keeper.buffer.dumps(self._folder / name)
