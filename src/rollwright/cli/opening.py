@@ -17,7 +17,7 @@ from rollwright.data.datasets.description import COMPACT, DESCRIPTION, FRAMES
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.loading import load_mapped, load_saved
 from rollwright.data.replay_buffers import LazyMemmapStorage, RaggedStorage
-from rollwright.data.replay_buffers.checkpoint import LIST_FILE
+from rollwright.data.replay_buffers.storages.folders import LIST_FILE
 from rollwright.data.replay_buffers.storages.memory import ROWS_FILE, STATE_FILE
 
 __all__ = ["Found", "open_frames"]

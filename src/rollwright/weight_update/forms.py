@@ -272,7 +272,7 @@ def tensordict_of(policy: nn.Module) -> TensorDictBase:
     if isinstance(module, JoinedWeights):
         flat: TensorDictBase = TensorDict(dict(_tensors_of(module)))
         return cast(TensorDictBase, flat.unflatten_keys("."))
-    return TensorDict.from_module(module)
+    return cast(TensorDictBase, TensorDict.from_module(module))
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
