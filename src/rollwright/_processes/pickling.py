@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
-from tensordict.nn import TensorDictModule
 
 __all__ = ["dumps", "dumps_by_name", "is_sending"]
 
@@ -63,7 +62,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 
     def reducer_override(self, obj: Any) -> Any:
         kind: Any = type(obj)
-        if isinstance(obj, TensorDictModule) and kind.__getstate__ is TensorDictModule.__getstate__:
+        module: Any = getattr(sys.modules.get("tensordict.nn"), "TensorDictModule", None)  # loads no torch in an actor
+        if module is not None and isinstance(obj, module) and kind.__getstate__ is module.__getstate__:
             return object.__new__, (kind,), vars(obj), None, None, _set_attributes
         return super().reducer_override(obj)
 
