@@ -33,7 +33,8 @@ doctest: .venv/.dev ## run the examples in docstrings
 	$(BIN)/python -m pytest --doctest-modules src/rollwright
 
 docs: .venv/.docs ## build docs/_build/html/index.html
-	$(BIN)/sphinx-build --fail-on-warning --keep-going -b html docs docs/_build/html
+	rm -rf docs/reference/classes
+	$(BIN)/sphinx-build --fail-on-warning --keep-going -E -j auto -b html docs docs/_build/html
 
 BENCH ?=
 
@@ -60,7 +61,7 @@ bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--q
 	$(BIN)/python -m benchmarks.returns $(filter-out --no-peers,$(BENCH))
 
 clean: ## remove what was built; .venv stays
-	rm -rf build dist docs/_build src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist docs/_build docs/reference/classes src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
 PEERS_torchrl := torchrl==0.14.1 gymnasium[mujoco]==1.3.0 ale-py minigrid imageio transformers==5.23.0 psutil==7.2.2 jinja2==3.1.6

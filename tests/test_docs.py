@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FIRST = BLOCK.findall((ROOT / "README.md").read_text())[0]
 # Excerpts, which show a part of something: what they leave out.
 ELSEWHERE = ("ray",)  # pages whose programs run in tests of their own: tests/collectors/workers/remote/test_ray.py
+INSIDE = "rollwright.collectors.llm.workers"  # of whose names the reference has one
 MISSING: dict[str, Any] = {"my_gymnasium_env": lambda: gymnasium.make("Pendulum-v1")}
 
 
 def programs():
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for i, block in enumerate(BLOCK.findall(path.read_text())):
+            if block == FIRST:
+                continue  # has a test of its own
             if path.stem not in ELSEWHERE and ("def " in block or "import " in block):
                 yield pytest.param(path, block, id=f"{path.stem}-{i}")
 
@@ -31,5 +38,46 @@ def test_program_runs(path, program):
     exec(compile(program, str(path), "exec"), {"__name__": "__main__", **missing})
 
 
-def test_the_readme_has_programs():
-    assert BLOCK.findall((ROOT / "README.md").read_text())
+def test_the_first_program_of_the_readme_learns(capsys):
+    torch.manual_seed(0)
+    exec(compile(FIRST, "README.md", "exec"), {"__name__": "__main__"})
+    returns = [float(word) for word in capsys.readouterr().out.split()]
+    assert returns[0] < 50 < 150 < returns[-1]
+
+
+def test_links_of_the_readme_have_targets_that_exist():
+    text = (ROOT / "README.md").read_text()
+    targets = dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))
+    assert set(re.findall(r"\]\[(\w+)\]", text)) == set(targets)
+    assert [target for target in targets.values() if not (ROOT / target).exists()] == []
+    assert "](" not in text  # every target stands at the end, where one prefix makes all of them absolute
+
+
+def reference():
+    """Every object that the pages of the reference list, with its name there."""
+    module = ""
+    for path in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        for line in path.read_text().splitlines():
+            if line.startswith(".. currentmodule::"):
+                module = line.split()[-1]
+            elif re.fullmatch(r"   \w+", line):
+                yield getattr(import_module(module), line.strip()), f"{module}.{line.strip()}"
+
+
+def test_the_reference_has_every_public_class_and_function_once():
+    listed = [(id(thing), name) for thing, name in reference()]
+    assert [name for i, name in listed if [j for j, _ in listed].count(i) > 1] == []
+    packages = {name.rpartition(".")[0] for _, name in listed} | {"rollwright", "rollwright.envs"} - {INSIDE}
+    public = {
+        id(thing): f"{package}.{name}"
+        for package in packages
+        for name in getattr(import_module(package), "__all__", [])
+        if not name.startswith("_")
+        and (inspect.isclass(thing := getattr(import_module(package), name)) or inspect.isroutine(thing))
+    }
+    assert [name for i, name in public.items() if i not in dict(listed)] == []
+
+
+def test_the_front_pages_say_the_same():
+    sentence = (ROOT / "README.md").read_text().split("\n\n")[1]
+    assert sentence in (ROOT / "docs" / "index.md").read_text()

@@ -97,7 +97,8 @@ class Turn:
         next_prompt: tokens of the next turn's prompt; None: there is none.
         next_prompt_text: the same as a string.
         reward: of the turn, or float32 ``[response]``, one for each token.
-        terminated, truncated: whether and how the conversation ended with this turn.
+        terminated: whether the conversation ended with this turn, with nothing to follow.
+        truncated: whether it was cut off there, by a limit.
         seconds: by stage: ``queue``, ``generation``, ``tool``, ``reward``.
         extras: further entries of engine or environment, by key.
     """

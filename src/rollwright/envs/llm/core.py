@@ -125,7 +125,8 @@ class Outcome:
     Attributes:
         messages: of the environment: tools' results, a user's reply; none where the conversation is over.
         reward: of the turn, or float32 ``[response]``, one for each token.
-        terminated, truncated: whether and how the conversation is over.
+        terminated: whether the conversation is over, with nothing to follow.
+        truncated: whether it was cut off, by a limit.
         seconds: ``tool`` and ``reward``.
         extras: further entries of the record, by key.
         response: the answer's message where it called tools: its text without the calls, and ``tool_calls``. The turn
