@@ -22,6 +22,8 @@ extensions = [
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["reference.css"]
 html_title = f"rollwright {release}"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
