@@ -18,6 +18,7 @@ FAULTS = {
     "images": [broken.Tears],
     "recurrent": [broken.Resets],
     "reshaped": [broken.SpoilsPacked],
+    "entries": [broken.Tears, broken.LosesRollouts],
     "asynchronous": [broken.Doubles, broken.Reorders, broken.LosesRollouts],
     "counts": [broken.DropsMessages, broken.LosesCounters, broken.LosesRollouts],
     "trajectories": [broken.CutsTrajectories, broken.LosesTrajectories],
