@@ -42,12 +42,15 @@ def wait_until(condition, limit_s=20.0):
 
 @pytest.fixture
 def carriers():
-    """``carriers(**options)``: both ends of a pair."""
+    """``carriers(*limits_s, **options)``: both ends of a pair."""
     made = []
 
-    def build(connected=True, **options):
+    def build(*limits_s, connected=True, **options):
         store = dist.HashStore()
-        pair = [PairCarrier(partial(gloo, store, "pair", rank), rank, min_bytes=1000, **options) for rank in range(2)]
+        pair = [
+            PairCarrier(partial(gloo, store, "pair", rank), rank, min_bytes=1000, limit_s=limit_s, **options)
+            for rank, limit_s in enumerate(limits_s or (30.0, 30.0))
+        ]
         made.extend(pair)
         if connected:
             wait_until(lambda: all(each.is_connected for each in pair))
@@ -188,20 +191,19 @@ def test_a_pair_that_cannot_be_connected_says_why(carriers):
 
 
 def test_a_silent_pair_is_an_error_at_its_limit_and_both_ends_know(carriers):
-    mine, theirs = carriers(limit_s=0.3)
-    memory = memoryview(bytearray(5000))
-    mine.receive([memory])  # what is never sent
+    mine, theirs = carriers(0.3, 30.0)
+    theirs.receive([memoryview(bytearray(5000))])
+    mine.receive([memoryview(bytearray(5000))])  # what is never sent
     began = time.monotonic()
     with pytest.raises(CarrierFailed, match=r"gloo: .*300ms"):
         wait_until(mine.read)
     assert time.monotonic() - began < patient(2.0)
-    theirs.send([memory])
     with pytest.raises(CarrierFailed, match=r"(closed|reset) by peer|closure"):
         wait_until(theirs.read)
 
 
 def test_a_send_waits_for_a_receiver_as_long_as_it_takes(carriers):
-    mine, theirs = carriers(limit_s=0.2)
+    mine, theirs = carriers(0.2, 0.2)
     mine.send([memoryview(b"y" * LARGE)])
     time.sleep(0.6)
     memory = memoryview(bytearray(LARGE))

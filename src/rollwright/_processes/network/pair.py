@@ -36,6 +36,9 @@ class PairCarrier:
     Operations of a process group wait, so there is a thread for each direction; one of them connects before. Memory is
     sent from where it lies and received to where it is to lie, in chunks of 8 MiB.
 
+    An operation that begins in the moment in which the other end closes is lost by gloo, and its thread waits for ever.
+    The line, whose socket is closed with the pair, says so, and the thread does not hold up the end of the process.
+
     Args:
         connect: makes the process group of two; may wait.
         rank: of this end, 0 or 1.

@@ -137,6 +137,7 @@ class LLMCollector(Collector):
         given = self._tracker
         if "version_tracker" in state_dict and hasattr(given, "set_extra_state"):
             given.set_extra_state(state_dict["version_tracker"])
+            self._use_tracker()  # the engine stamps tokens with the version that was loaded
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """See :meth:`Collector.iterator`."""
