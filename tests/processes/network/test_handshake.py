@@ -10,6 +10,7 @@ import pytest
 
 from rollwright._processes.network import handshake
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake, connect_to
+from rollwright._processes.network.line import Line
 
 SECRET = b"only the two of us know this"
 
@@ -50,8 +51,33 @@ def test_both_sides_prove_that_they_know_the_secret(server):
     about, end = greeted(server)
     assert about["group"] == 3
     assert about["host"] == socket.gethostname()
-    assert isinstance(end, socket.socket)
+    assert isinstance(end, Line)
     end.close()
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_messages_have_codes_unless_both_sides_see_one_machine(server, monkeypatch, is_local):
+    """One of them may see a program of its own machine that hands bytes on to another one."""
+    for seen in ([True, is_local], [is_local, True]):
+        answers = iter(seen)
+        monkeypatch.setattr(handshake, "_is_local", lambda end, answers=answers: next(answers))
+        lines = []
+
+        def accept(incoming, lines=lines):
+            incoming.end = incoming.end.dup()
+            lines.append(incoming.accept())
+
+        _, end = greeted(server, then=accept)
+        lines[0].post("to who joins")
+        end.post("to who listens")
+        for line, expected in ((end, "to who joins"), (lines[0], "to who listens")):
+            found = []
+            while not found:
+                line.read(lambda message, sizes: [], lambda message, pieces, found=found: found.append(message))
+            assert found == [expected]
+        assert {each._hashes is None for each in (end, lines[0])} == {is_local}
+        end.close()
+        lines[0].close()
 
 
 def test_another_secret_is_refused_and_both_sides_say_so(server):

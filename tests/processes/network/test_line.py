@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.network.line import Line
+from rollwright._processes.network.line import Keys, Line
+
+KEYS = Keys(b"sent by one" * 3, b"sent by other" * 3)
 
 
-@pytest.fixture
-def ends():
+@pytest.fixture(params=[None, KEYS], ids=["plain", "with codes"])
+def ends(request):
     server = socket.create_server(("127.0.0.1", 0))
     one = socket.create_connection(server.getsockname())
     other, _ = server.accept()
     server.close()
-    lines = Line(one), Line(other)
+    keys = request.param
+    lines = Line(one, keys), Line(other, None if keys is None else Keys(*reversed(keys)))
     yield lines
     for line in lines:
         line.close()

@@ -11,11 +11,14 @@ import socket
 import sys
 import time
 from importlib.metadata import version
+from ipaddress import ip_address
 from typing import Any
+
+from rollwright._processes.network.line import Keys, Line
 
 __all__ = ["HandshakeRefused", "IncomingHandshake", "RefusedForNow", "connect_to", "software_versions"]
 
-_MARK = b"rollwright 2\n"
+_MARK = b"rollwright 3\n"
 _NONCE, _PROOF, _SIZE = 32, 32, 4
 _LONGEST = 1 << 14
 _TIMEOUT_S = 20.0
@@ -56,6 +59,7 @@ class IncomingHandshake:
         self.began_at = time.monotonic()
         self.expires_at = self.began_at + _TIMEOUT_S
         self._nonce, self._theirs = secrets.token_bytes(_NONCE), b""
+        self._is_local = False
         self._read = bytearray()
         with contextlib.suppress(OSError):  # read() finds out
             end.send(_MARK + self._nonce)
@@ -96,6 +100,7 @@ class IncomingHandshake:
             self._answer({"refused": why}, proof=bytes(_PROOF))  # a code keyed by the secret would help to guess it
             raise HandshakeRefused(why)
         about: dict[str, Any] = json.loads(text)
+        self._is_local = bool(about.get("is_local")) and _is_local(self.end)
         self._check_versions(about)
         return about
 
@@ -109,10 +114,10 @@ class IncomingHandshake:
         if other:
             self.refuse(f"both sides need the same versions, and found {', '.join(other)}")
 
-    def accept(self) -> socket.socket:
-        """Let the other side in; the socket is the caller's."""
-        self._answer({"accepted": True})
-        return self.end
+    def accept(self) -> Line:
+        """Let the other side in; the line is the caller's."""
+        self._answer({"accepted": True, "is_local": self._is_local})
+        return Line(self.end, None if self._is_local else _keys(self._secret, self._nonce, self._theirs))
 
     def refuse(self, why: str, *, for_now: bool = False) -> None:
         """Send the other side away.
@@ -142,7 +147,7 @@ def connect_to(
     *,
     listens_within_s: float | None = None,
     role: str = "collector",
-) -> socket.socket:
+) -> Line:
     """Connect to a collector or another listener, and prove to each other that both know the secret.
 
     Args:
@@ -154,7 +159,7 @@ def connect_to(
         role: what is to answer, for messages.
 
     Returns:
-        The socket.
+        A line, whose messages are authenticated unless both sides say that they are on one machine.
 
     Raises:
         HandshakeRefused: the collector has refused, or what answers is none; RefusedForNow: it may be asked again, or
@@ -169,7 +174,8 @@ def connect_to(
         if not theirs.startswith(_MARK):
             raise HandshakeRefused(f"{peer} is no {role} of rollwright.")
         nonce, mine = theirs[len(_MARK) :], secrets.token_bytes(_NONCE)
-        text = json.dumps({"versions": software_versions(), "host": socket.gethostname(), "pid": os.getpid(), **about})
+        mine_is = {"host": socket.gethostname(), "pid": os.getpid(), "is_local": _is_local(end)}
+        text = json.dumps({"versions": software_versions(), **mine_is, **about})
         proof = _prove(secret, b"join", nonce, mine, text.encode())
         content = mine + proof + text.encode()
         with contextlib.suppress(ConnectionError):  # reading finds out
@@ -184,7 +190,7 @@ def connect_to(
         if "refused" in verdict:
             kind = RefusedForNow if verdict.get("for_now") else HandshakeRefused
             raise kind(f"the {role} at {_str(address)} has refused: {verdict['refused']}.")
-        return end
+        return Line(end, None if verdict["is_local"] else Keys(*reversed(_keys(secret, nonce, mine))))
     except BaseException:
         end.close()
         raise
@@ -224,6 +230,18 @@ def _exactly(end: socket.socket, count: int, peer: str) -> bytes:
 
 def _prove(secret: bytes, role: bytes, *parts: bytes) -> bytes:
     return hmac.digest(secret, role + b"".join(parts), "sha256")
+
+
+def _is_local(end: socket.socket) -> bool:
+    """Whether a connection does not leave this machine, as this side sees it."""
+    with contextlib.suppress(OSError):  # it has gone again, which whoever reads finds out
+        return ip_address(end.getpeername()[0]).is_loopback
+    return False
+
+
+def _keys(secret: bytes, nonce: bytes, theirs: bytes) -> Keys:
+    """Keys of a connection, for the side that was connected to."""
+    return Keys(*(_prove(secret, role, nonce, theirs) for role in (b"from listener", b"from who joins")))
 
 
 def _str(address: tuple[str, int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import pickle
 import select
 import socket
@@ -12,23 +13,40 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.forks import on_fork
 from rollwright._processes.network.carrier import Carrier, CarrierFailed
 
-__all__ = ["Line", "Pieces"]
+__all__ = ["Keys", "Line", "MessageForged", "Pieces"]
 
 Pieces = Sequence[memoryview]
 
-_WORD = 8
+_WORD, _CODE = 8, 32
+_HASHED_AT_ONCE = 1 << 20  # bytes that are hashed before they are sent; the other end hashes them meanwhile
 _BESIDE = 1 << 63  # in the size of a piece that the carrier brings
 _MOST_AT_ONCE = 256  # pieces that one call of the system takes
 _READ_AT_ONCE = 1 << 28  # bytes that one read takes in before others have their turn
 _IDLE_S, _PROBE_S = 5, 5  # of the system's own probes of a silent connection
 _RTO_MAX_MS, _RETRY_MS = 44, 1000  # Linux 6.15 and later: the longest time between two tries to send
+
+
+class MessageForged(ConnectionError):
+    """What has arrived is not what the other end has sent; the message names both."""
+
+
+class Keys(NamedTuple):
+    """Keys of one connection, which both ends have and nobody else; one end has them the other way round.
+
+    Attributes:
+        sent: of what this end sends.
+        received: of what it receives.
+    """
+
+    sent: bytes
+    received: bytes
 
 
 class Line:
@@ -39,8 +57,12 @@ class Line:
 
     With a carrier, large pieces go by that. A message is handed on when all of its pieces are in, and later ones wait.
 
+    With keys, each part of a message is followed by a code: HMAC-SHA256 of all that was sent before over this socket.
+    Nothing is allocated, unpickled or handed on before its code was checked. Pieces that go by a carrier have no code.
+
     Args:
         end: a connected socket.
+        keys: of this connection; None: nothing is authenticated.
 
     Attributes:
         heard_at: when anything arrived last, or the carrier has moved anything, by ``time.monotonic()``.
@@ -60,7 +82,7 @@ class Line:
         rollwright._processes.channel.ChannelClosed: the other end is gone
     """
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, keys: Keys | None = None) -> None:
         end.setblocking(False)
         self._socket = end
         if end.family != socket.AF_UNIX:
@@ -78,7 +100,11 @@ class Line:
         self._message: Any = None
         self._missing: deque[memoryview] = deque()
         self._numbers: dict[bool, list[int]] = {}  # of the pieces that are received, beside the socket and over it
-        self._expect_size()
+        self._hashes = None if keys is None else tuple(hmac.new(key, digestmod="sha256") for key in keys)
+        self._codes: deque[memoryview] = deque()  # among what is unsent, to be filled in
+        self._num_ready = 0  # of the unsent, those that were hashed or filled in
+        self._code = bytearray()  # that is received after a part
+        self._expect_head()
         self._sending = threading.RLock()
         on_fork(self)
 
@@ -139,7 +165,7 @@ class Line:
             self._carrier.close()
         self._poll.close()
         self._socket.close()
-        self._unsent.clear()
+        self._drop_unsent()
 
     def cut(self) -> None:
         """Break the connection for both ends, from any thread; whoever reads gets ``ChannelClosed``, and closes it."""
@@ -162,12 +188,21 @@ class Line:
         beside = [piece for piece in pieces if least is not None and piece.nbytes >= least]
         own = [piece.cast("B") for piece in pieces if piece.nbytes and (least is None or piece.nbytes < least)]
         with uninterrupted, self._sending:
-            self._unsent.append(memoryview(head + body))
-            self._unsent.extend(own)
-            self._num_bytes_unsent += len(head) + len(body) + sum(map(len, own))
+            for part in ([memoryview(head[: 2 * _WORD])], [memoryview(head[2 * _WORD :] + body)], own):
+                self._queue(part)
             if beside and self._carrier is not None:
                 self._carrier.send(beside)
             self._push()
+
+    def _queue(self, part: list[memoryview]) -> None:
+        """Have a part of a message sent, and its code after it."""
+        if part and self._hashes is not None:
+            step = _HASHED_AT_ONCE
+            part = [memory[at : at + step] for memory in part for at in range(0, len(memory), step)]
+            part.append(memoryview(bytearray(_CODE)))
+            self._codes.append(part[-1])
+        self._unsent.extend(part)
+        self._num_bytes_unsent += sum(map(len, part))
 
     def _least_beside(self) -> int | None:
         """Bytes of the smallest piece that goes by the carrier; None: none does."""
@@ -188,16 +223,39 @@ class Line:
     def _push(self) -> None:
         try:
             while self._unsent:
-                first = [self._unsent[i] for i in range(min(len(self._unsent), _MOST_AT_ONCE))]
+                if not self._num_ready:
+                    self._make_ready()
+                first = [self._unsent[i] for i in range(min(self._num_ready, _MOST_AT_ONCE))]
                 self._sent(self._socket.sendmsg(first))
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            self._unsent.clear()
+            self._drop_unsent()
             raise ChannelClosed("the other end is gone") from error
         if self._waits_for_room is not bool(self._unsent):
             self._waits_for_room = bool(self._unsent)
             self._await_socket()
+
+    def _drop_unsent(self) -> None:
+        self._unsent.clear()
+        self._codes.clear()
+        self._num_ready = 0
+
+    def _make_ready(self) -> None:
+        """Hash what is sent next, and fill in its codes."""
+        if self._hashes is None:
+            self._num_ready = len(self._unsent)
+            return
+        num_bytes = 0
+        for memory in self._unsent:
+            if self._codes and memory is self._codes[0]:
+                self._codes.popleft()[:] = self._hashes[0].digest()
+            else:
+                self._hashes[0].update(memory)
+            self._num_ready += 1
+            num_bytes += len(memory)
+            if num_bytes >= _HASHED_AT_ONCE:
+                return
 
     def _await_socket(self) -> None:
         reads = select.EPOLLIN if self._is_listening else 0
@@ -212,6 +270,7 @@ class Line:
                 return
             count -= len(first)
             self._unsent.popleft()
+            self._num_ready -= 1
 
     # Receiving --------------------------------------------------------------------------------
 
@@ -226,6 +285,7 @@ class Line:
 
         Raises:
             ChannelClosed: the other end is gone, and all that it had sent was taken in.
+            MessageForged: something was changed, repeated, reordered or left out on the way.
             CarrierFailed: the carrier has failed over pieces that were to be sent or received.
         """
         if self._unsent:
@@ -274,10 +334,12 @@ class Line:
         if message is None:
             return
         numbers = self._numbers[False]
+        code = [self._missing.pop()] if self._code and self._missing else []
         missing = zip(numbers[len(numbers) - len(self._missing) :], self._missing, strict=True)
         self._missing = deque(
             memoryview(bytearray(len(view))) if is_meant(message, number) else view for number, view in missing
         )
+        self._missing.extend(code)
         beside = self._numbers[True]
         if self._carrier is not None and self._carrier.is_receiving and any(is_meant(message, n) for n in beside):
             self._carrier.divert(lambda index: is_meant(message, beside[index]))
@@ -300,6 +362,8 @@ class Line:
         left = count
         while left:
             first = self._missing[0]
+            if self._hashes is not None and len(self._missing) > 1:  # the last is the code
+                self._hashes[1].update(first[:left])
             if left < len(first):
                 self._missing[0] = first[left:]
                 break
@@ -312,19 +376,37 @@ class Line:
             raise CarrierFailed("pieces of a message were sent by a carrier, and this end has none")
         self._carrier.receive(pieces)
 
-    def _expect_size(self) -> None:
+    def _expect_head(self) -> None:
         self._head = bytearray(2 * _WORD)
         self._stage = 0  # of the message: size, sizes of the pieces and body, pieces
-        self._missing = deque([memoryview(self._head)])
+        self._expect([self._head])
+
+    def _expect(self, part: Sequence[bytearray | memoryview]) -> None:
+        """Receive a part of a message, and its code after it."""
+        self._missing = deque(memoryview(memory) for memory in part if len(memory))
+        if self._missing and self._hashes is not None:
+            self._code = bytearray(_CODE)
+            self._missing.append(memoryview(self._code))
+
+    def _check(self) -> None:
+        """Compare the code of the part that was received, if it has one."""
+        if self._code and self._hashes is not None:
+            if not hmac.compare_digest(self._code, self._hashes[1].digest()):
+                raise MessageForged(
+                    f"what has arrived from {self.peer} is not what was sent there: it was changed, repeated, "
+                    "reordered or left out on the way"
+                )
+            self._code = bytearray()
 
     def _advance(
         self, place: Callable[[Any, Sequence[int]], Sequence[memoryview]], received: Callable[[Any, Pieces], None]
     ) -> bool:
         """A stage of a message is complete; False if this end was closed by whoever received it."""
+        self._check()
         if self._stage == 0:
             size, count = _words(self._head)
             self._sizes, self._body = bytearray(count * _WORD), bytearray(size)
-            self._missing = deque(memoryview(part) for part in (self._sizes, self._body) if part)
+            self._expect([self._sizes, self._body])
             self._stage = 1
         elif self._stage == 1:
             message, words = pickle.loads(self._body), _words(self._sizes)
@@ -335,14 +417,14 @@ class Line:
                 is_beside: [i for i, word in enumerate(words) if bool(word & _BESIDE) is is_beside and sizes[i]]
                 for is_beside in (False, True)
             }
-            self._missing = deque(self._pieces[number].cast("B") for number in self._numbers[False])
+            self._expect([self._pieces[number].cast("B") for number in self._numbers[False]])
             if self._numbers[True]:
                 self._receive_beside([self._pieces[number] for number in self._numbers[True]])
             self._stage = 2
         else:
             message, pieces = self._message, self._pieces
             self._message, self._pieces = None, []
-            self._expect_size()
+            self._expect_head()
             received(message, pieces)
         return not self._poll.closed
 

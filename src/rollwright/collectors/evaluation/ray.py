@@ -20,7 +20,7 @@ from rollwright._processes.channel import ByValue, ChannelClosed
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.network.addresses import parse_address
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake, connect_to
-from rollwright._processes.network.line import Line
+from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.network.ray_resources import check_cluster, configs_of
 from rollwright._processes.network.ray_sessions import RaySession
 from rollwright._processes.network.sources import with_sources
@@ -159,7 +159,7 @@ class RayBackend(Backend):
                     greeting = IncomingHandshake(self._socket.accept()[0], self._secret)
             try:
                 if greeting is not None and greeting.read() is not None:
-                    self._line = Line(greeting.accept())
+                    self._line = greeting.accept()
                 elif greeting is not None and time.monotonic() > greeting.expires_at:
                     raise HandshakeRefused("it said nothing in time")
             except HandshakeRefused:
@@ -195,6 +195,10 @@ class RayBackend(Backend):
             except ChannelClosed:
                 if not self._answers:
                     raise self._lost() from None
+            except MessageForged as error:
+                self._line.close()
+                self._host.kill()
+                raise WorkerError(f"{_NAME} (pid {self.pid}) cannot be trusted: {error}.") from error
             if not self._answers and self._progress.silence_s > silence_s:
                 self._line.close()
                 self._host.kill()
@@ -257,7 +261,7 @@ def _wait(fd: int) -> None:
 
 def serve_evaluations(address: tuple[str, int], secret: bytes, group: int) -> None:
     """What the actor's process runs: evaluations, until the other side hangs up."""
-    line = Line(connect_to(address, secret, {"group": group}, _JOIN_S))
+    line = connect_to(address, secret, {"group": group}, _JOIN_S)
     arrived: list[Any] = []
     progress = EvaluationProgress()
     runner: EpisodeRunner | None = None

@@ -1,4 +1,4 @@
-"""Proxy: hands on TCP connections, and cuts them when it is asked to."""
+"""Proxy: hands on TCP connections, and cuts them, or changes what they carry, when it is asked to."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ __all__ = ["Proxy"]
 
 
 class Proxy:
-    """Hands on connections to an address; what is on its way when they are cut is lost."""
+    """Hands on connections to an address; what is on its way when they are cut is lost.
+
+    Attributes:
+        alter: takes what is about to be handed on, and whether it goes to who has connected; returns what is instead.
+    """
 
     def __init__(self, address):
-        self._to = address
+        self._to, self.alter = address, lambda content, is_back: content
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = self._socket.getsockname()[:2]
         self._pairs = []
@@ -40,13 +44,12 @@ class Proxy:
                 with self._lock:
                     self._pairs.append((near, far))
                 for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._hand_on, args=(source, sink), daemon=True).start()
+                    threading.Thread(target=self._hand_on, args=(source, sink, sink is near), daemon=True).start()
 
-    @staticmethod
-    def _hand_on(source, sink):
+    def _hand_on(self, source, sink, is_back):
         with contextlib.suppress(OSError):
             while content := source.recv(1 << 12):
-                sink.sendall(content)
+                sink.sendall(self.alter(content, is_back))
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

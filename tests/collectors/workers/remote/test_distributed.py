@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -364,4 +365,10 @@ def test_nobody_else_reads_what_lies_in_the_folder_of_jobs(tmp_path):
     (own,) = tmp_path.iterdir()
     assert own.stat().st_mode & 0o777 == 0o700
     assert launcher._executor.folder == own
+    pickled = own / "1_submitted.pkl"
+    pickled.touch(0o644)
+    job = SimpleNamespace(paths=SimpleNamespace(submitted_pickle=pickled))
+    launcher._executor = SimpleNamespace(submit=lambda *args: job)
+    assert launcher._submit(("127.0.0.1", 1), b"secret of a test", 0) is job
+    assert pickled.stat().st_mode & 0o777 == 0o600
     launcher.close()

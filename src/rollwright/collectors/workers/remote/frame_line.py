@@ -74,6 +74,7 @@ class FrameLine:
 
         Raises:
             ChannelClosed: the other end is gone, and all that it had sent was taken in.
+            MessageForged: what has arrived is not what was sent.
         """
 
         def place_all(message: list[tuple[Any, int]], sizes: Sequence[int]) -> list[memoryview]:

@@ -22,7 +22,7 @@ from rollwright._processes.child import Child
 from rollwright._processes.connection import ExitReason
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.network.carrier import CarrierFailed
-from rollwright._processes.network.line import Line
+from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import Count, WorkerCounters
@@ -80,13 +80,13 @@ class RemoteGroup:
                 if not self._holding.left_s():
                     self._holding.pushed()
                     self._line.push()
-        except (ChannelClosed, CarrierFailed) as error:
-            if isinstance(error, CarrierFailed):
+        except (ChannelClosed, CarrierFailed, MessageForged) as error:
+            if not isinstance(error, ChannelClosed):
                 with contextlib.suppress(ChannelClosed):
                     self._line.send_alone(ExceptionInfo.of(error))
             until = time.monotonic() + _END_S
             self._pool.end(lambda: until, hang_up=True)
-            if isinstance(error, CarrierFailed):
+            if not isinstance(error, ChannelClosed):
                 raise
 
     def _beat(self) -> None:

@@ -38,14 +38,14 @@ def join(
         ConnectionError, TimeoutError: nothing answers there.
     """
     about = {"group": group, "name": name or socket.gethostname(), "cores": len(os.sched_getaffinity(0))}
-    line = Line(_let_in(address, secret, about, timeout_s))
+    line = _let_in(address, secret, about, timeout_s)
     try:
         serve_collector(line)
     finally:
         line.close()
 
 
-def _let_in(address: tuple[str, int], secret: bytes, about: dict[str, Any], timeout_s: float) -> socket.socket:
+def _let_in(address: tuple[str, int], secret: bytes, about: dict[str, Any], timeout_s: float) -> Line:
     until = time.monotonic() + timeout_s
     while True:
         try:

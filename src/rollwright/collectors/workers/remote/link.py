@@ -15,7 +15,7 @@ import torch
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.network.carrier import CarrierFailed
-from rollwright._processes.network.line import Line, Pieces
+from rollwright._processes.network.line import Line, MessageForged, Pieces
 from rollwright._processes.network.sources import with_sources
 from rollwright._processes.pickling import dumps
 from rollwright.collectors.workers.remote import frames
@@ -181,6 +181,8 @@ class Link:
                 self._line.push()
             except ChannelClosed:
                 self.lose("has hung up")
+            except MessageForged as error:
+                self.lose(f"cannot be trusted: {error}")
             except CarrierFailed as error:
                 self.lose(f"has hung up, or its second connection has failed ({error})")
 

@@ -32,7 +32,7 @@ class Options(RemoteOptions):
         address: where the collector listens, ``"HOST:PORT"``; port 0: any that is free. Groups on other machines need
             an address that they reach, such as ``"0.0.0.0:29400"`` for all of this machine's.
         secret: that whoever joins has to know; None: the environment variable ``ROLLWRIGHT_SECRET``, or, with
-            ``launcher="mp"``, one that is made up. What is sent after the proof is not encrypted.
+            ``launcher="mp"``, one that is made up. What is sent after the proof is authenticated, not encrypted.
     """
 
     launcher: Literal["mp", "join"] = "mp"

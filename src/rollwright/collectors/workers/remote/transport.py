@@ -17,7 +17,6 @@ from rollwright._processes.connection import Connection
 from rollwright._processes.forks import on_fork
 from rollwright._processes.network.carrier import Carriers
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake
-from rollwright._processes.network.line import Line
 from rollwright._processes.network.listener import Listener
 from rollwright._processes.network.reader import BackgroundReader
 from rollwright.collectors.workers.remote import frames
@@ -217,7 +216,7 @@ class RemoteTransport:
             except HandshakeRefused as error:
                 self._drop(greeting, str(error))
             return
-        line, begin = Line(greeting.accept()), self._begin
+        line, begin = greeting.accept(), self._begin
         self._watch(line.fileno(), chosen.read)
         with contextlib.suppress(ChannelClosed, OSError):  # it has gone again, which the link finds out
             if self._carriers is not None:

@@ -18,7 +18,7 @@ from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.forks import on_fork
 from rollwright._processes.network.handshake import HandshakeRefused, connect_to
-from rollwright._processes.network.line import Line
+from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.threads import DaemonThread
 from rollwright.data.replay_buffers.service.messages import Counts, Reply, Request, Welcome, WriterName
 from rollwright.data.replay_buffers.service.packing import ReusedMemory, pack, unpack
@@ -255,7 +255,7 @@ class Session:
                 if is_dead or now - broke_at > self.target.host_timeout:
                     raise _gone(self.target, why)
             except Exception as error:
-                self.fail(error, for_good=self._revive is not None)
+                self.fail(error, for_good=self._revive is not None or isinstance(why, MessageForged))
                 return
             if not self._was_connected:
                 time.sleep(_AGAIN_S)
@@ -273,7 +273,7 @@ class Session:
     def _connect(self) -> None:
         about = {"client": self.client_id, "owner": self._is_owner, "writer": self._writer}
         target = self.target
-        end = connect_to(
+        line = connect_to(
             target.address,
             target.secret,
             about,
@@ -281,7 +281,6 @@ class Session:
             listens_within_s=_LISTENS_S,
             role="replay service",
         )
-        line = Line(end)
         line.give_up_after(target.host_timeout)
         with uninterrupted, self._lock:
             if self.is_closed:
@@ -308,6 +307,8 @@ class Session:
                     return
                 if line.fileno() < 0:
                     raise ChannelClosed("the connection was closed")
+        except MessageForged:
+            raise
         except (OSError, ValueError) as error:  # another thread has closed the line
             raise ChannelClosed(str(error)) from error
         finally:
@@ -323,6 +324,8 @@ class Session:
                     expected = self._expected.pop(number, None)
                 if expected is not None:
                     _settle(expected, self.target, body, failure, pieces)
+            case ExceptionInfo():  # what it was sent is not what has arrived
+                self.fail(message.error(self.target.name), for_good=True)
             case Counts():
                 self.counts = message
             case Welcome(write_count, num_stored):
@@ -349,6 +352,8 @@ def _settle(
 
 
 def _is_refused_for_good(why: Exception) -> bool:
+    if isinstance(why, MessageForged):
+        return True
     return isinstance(why, HandshakeRefused) and any(word in str(why) for word in ("given up", "secret", "versions"))
 
 

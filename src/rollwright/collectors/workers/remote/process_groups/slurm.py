@@ -81,7 +81,10 @@ class SubmititLauncher:
 
     def _submit(self, address: tuple[str, int], secret: bytes, group: int) -> Any:
         with self._submitting:
-            return self._executor.submit(_join, address, secret, group)
+            job = self._executor.submit(_join, address, secret, group)
+        with contextlib.suppress(OSError):  # it lies in a folder of this user's alone, and may be gone by now
+            job.paths.submitted_pickle.chmod(0o600)
+        return job
 
     def close(self) -> None:
         """Remove the folder of jobs, if it was made here."""

@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 from rollwright._processes.channel import ChannelClosed
+from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.network.handshake import IncomingHandshake
-from rollwright._processes.network.line import Line
+from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.network.listener import Listener
 from rollwright.data.replay_buffers.service.messages import Beat, Counts, Request, Welcome, WriterName
 from rollwright.data.replay_buffers.service.packing import memory_for
@@ -99,7 +100,7 @@ class Server:
             greeting.refuse(refused)
         if client in self._guests:  # over a connection that has broken, as this end does not know yet
             self._lose(self._guests[client])
-        line = Line(greeting.accept())
+        line = greeting.accept()
         line.give_up_after(self._silence_s)
         guest = self._guests[client] = _Guest(client, line, is_owner=is_owner)
         self._keeper.met(client, writer)
@@ -118,6 +119,10 @@ class Server:
         try:
             guest.line.read(lambda message, sizes: memory_for(sizes), partial(self._received, guest))
         except ChannelClosed:
+            self._lose(guest)
+        except MessageForged as error:
+            with contextlib.suppress(ChannelClosed):
+                guest.line.post(ExceptionInfo.of(error))
             self._lose(guest)
 
     def _received(self, guest: _Guest, request: Request, pieces: Sequence[memoryview]) -> None:
