@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
+from rollwright.collectors import Collector
 from rollwright.data import Binary, Composite, Unbounded
-from rollwright.envs import EnvBase
+from rollwright.envs import (
+    AsyncEnvPool,
+    Compose,
+    EnvBase,
+    GymEnv,
+    InitTracker,
+    ParallelEnv,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+    VecNorm,
+)
+from rollwright.envs.checkpoint import load_env, save_env
 from rollwright.errors import EnvError
 from rollwright.testing.mocking_classes import (
     CountingBatchedEnv,
@@ -382,3 +398,88 @@ def test_growing_rows_are_reset_each_by_itself() -> None:
     assert rollout.batch_size == (2, 6)
     sizes = [[len(step["next", "seen"]) for step in row.unbind(0)] for row in rollout.unbind(0)]
     assert sizes == [[2, 3, 2, 3, 2, 3], [2, 3, 4, 2, 3, 4]]
+
+
+# Marks alone ----------------------------------------------------------------------------------------------
+
+
+def cartpole() -> EnvBase:
+    return GymEnv("CartPole-v1")
+
+
+def counted(env: EnvBase) -> EnvBase:
+    return TransformedEnv(env, Compose(StepCounter(), RewardSum(), InitTracker(), VecNorm(in_keys=["observation"])))
+
+
+BATCHES: dict[str, Callable[[], EnvBase]] = {
+    "serial": lambda: SerialEnv(2, cartpole),
+    "serial on TensorDicts": lambda: SerialEnv(2, lambda: counted(cartpole()), on_env_failure="recreate"),
+    "parallel": lambda: ParallelEnv(2, cartpole, num_processes=1),
+    "pool": lambda: AsyncEnvPool([cartpole] * 2),
+    "vector": lambda: GymEnv("CartPole-v1", num_envs=2),
+    "agents": lambda: NestedCountingEnv(max_steps=99, batch_size=[2]),
+    "unlike": lambda: HeterogeneousCountingEnv(max_steps=99, batch_size=[2]),
+    "view": lambda: SerialEnv(3, cartpole)[1:],
+    "serial, transformed": lambda: counted(SerialEnv(2, cartpole)),
+    "vector, transformed": lambda: counted(GymEnv("CartPole-v1", num_envs=2)),
+}
+
+
+def marks_alone(env: EnvBase) -> TensorDictBase:
+    """Marks of the first row, and nothing else."""
+    (reset,) = env.reset_keys
+    flags = env.full_done_spec.zero()
+    mask = flags.get(env.done_keys[0]).clone()
+    mask[0] = True
+    return flags.empty(recurse=True).set(reset, mask)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_rows_without_a_mark_show_their_last_data_where_marks_come_alone(name: str) -> None:
+    env = BATCHES[name]()
+    env.set_seed(0)
+    td = env.reset()
+    for _ in range(2):
+        for _ in range(3):
+            td = env.step_mdp(env.step(env.rand_action(td)))
+        last, begun = td, env.reset(marks_alone(env))
+        keys = [*env.observation_keys, *env.done_keys]
+        same = begun.select(*keys) == last.select(*keys)
+        assert bool(same[1].all())
+        assert not bool(same[0].all())
+        td = begun
+    env.close()
+
+
+def test_the_data_of_rows_without_a_mark_are_an_error_where_nobody_knows_them() -> None:
+    env = SerialEnv(2, cartpole)
+    mask = torch.tensor([[True], [False]])
+    missing = r"SerialEnv.*marks for some rows, and no 'done', 'observation', 'terminated', 'truncated'"
+    with pytest.raises(EnvError, match=missing):
+        env.reset(TensorDict({"_reset": mask}, [2]))
+    td = env.step_mdp(env.step(env.rand_action(env.reset())))
+    env[1].step(env[1].rand_action(td[1:].clone()))
+    with pytest.raises(EnvError, match=missing):
+        env.reset(TensorDict({"_reset": mask}, [2]))
+    assert torch.equal(env.reset(td.clone().set("_reset", mask))["observation"][1], td["observation"][1])
+    collector = Collector(env, None, frames_per_batch=4, total_frames=4)
+    collector.next()
+    with pytest.raises(EnvError, match=missing):
+        env.reset(TensorDict({"_reset": mask}, [2]))
+    copy = pickle.loads(pickle.dumps(env))
+    with pytest.raises(EnvError, match=missing):
+        copy.reset(TensorDict({"_reset": mask}, [2]))
+    td = env.step(env.rand_action(env.reset()))
+    load_env(env, save_env(env).state)
+    with pytest.raises(EnvError, match=missing):
+        env.reset(TensorDict({"_reset": mask}, [2]))
+    collector.shutdown()
+
+
+def test_environments_of_a_pool_that_are_sent_to_alone_leave_nothing_to_go_on_with() -> None:
+    env = AsyncEnvPool([cartpole] * 2)
+    env.async_step_send(env.rand_action(env.reset())[:1], env_index=[0])
+    env.async_step_recv()
+    with pytest.raises(EnvError, match="no 'done', 'observation'"):
+        env.reset(TensorDict({"_reset": torch.tensor([[True], [False]])}, [2]))
+    env.close()

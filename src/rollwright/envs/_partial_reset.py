@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 
-from rollwright._keys import without
+from rollwright._keys import key_str, leaf_keys, without
 from rollwright.errors import EnvError
 
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["Masks", "mask_like", "merge_reset", "put_back", "replace_entries", "reset_masks"]
+__all__ = ["LastSeen", "Masks", "mask_like", "merge_reset", "put_back", "replace_entries", "reset_masks", "with_kept"]
 
 Masks = dict[tuple[str, ...], torch.Tensor]
 
@@ -45,6 +45,59 @@ def reset_masks(env: EnvBase, td: TensorDictBase | None) -> Masks | None:
             td.set(group.reset, mask)
         masks[group.prefix] = mask
     return masks or None
+
+
+class LastSeen:
+    """What an environment returned last; copies of it, such as those for other processes, hold nothing.
+
+    Args:
+        moment: of :meth:`EnvBase.moment`; what the environment returned is known until that is another.
+        root: data that were reset, or acted on.
+        outcome: of the step from there; None: it was a reset.
+    """
+
+    def __init__(
+        self, moment: object = None, root: TensorDictBase | None = None, outcome: TensorDictBase | None = None
+    ) -> None:
+        self.moment, self._root, self._outcome = moment, root, outcome
+
+    def following(self, env: EnvBase) -> TensorDictBase | None:
+        """The root of the next step; None: not known."""
+        if self._root is None or self.moment != env.moment():
+            return None
+        if self._outcome is None:
+            return self._root
+        return env._step_mdp(without(self._root).set("next", self._outcome))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LastSeen, ()
+
+
+def with_kept(env: EnvBase, td: TensorDictBase, masks: Masks | None, last: LastSeen) -> TensorDictBase:
+    """``td`` with what it lacks of rows that go on: what the environment returned last. ``td`` itself if it lacks none.
+
+    Raises:
+        EnvError: the environment does not know it.
+    """
+    if masks is None or all(bool(mask.all()) for mask in masks.values()):
+        return td
+    given = set(leaf_keys(td))
+    missing = [key for key in (*env.observation_keys, *env.done_keys) if key not in given]
+    if not missing:
+        return td
+    known = last.following(env)
+    if known is not None and known.batch_size == td.batch_size:
+        kept = known.select(*missing, *(key for key in env.state_keys if key not in given), strict=False)
+        unknown = set(missing) - set(leaf_keys(kept))
+    else:
+        kept, unknown = td, set(missing)
+    if unknown:
+        raise EnvError(
+            f"{env}: reset got marks for some rows, and no {key_str(unknown)}, which the others go on with. The "
+            "environment has not been reset yet, or a collector or a view has used it since. Set the marks in the data "
+            "that the next step would be taken from, or reset all rows."
+        )
+    return kept.update(td)
 
 
 def mask_like(masks: Masks, place: tuple[str, ...], value: torch.Tensor, batch_ndim: int) -> torch.Tensor:

@@ -17,7 +17,14 @@ from rollwright._keys import NestedKey, key_str, leaf_keys, without
 from rollwright._seeding import seed_torch
 from rollwright.data.layout import deciding_groups, end_of_trajectory
 from rollwright.envs._checks import check_alive, complete_reset, complete_step, missing_actions
-from rollwright.envs._partial_reset import merge_reset, put_back, replace_entries, reset_masks
+from rollwright.envs._partial_reset import (
+    LastSeen,
+    merge_reset,
+    put_back,
+    replace_entries,
+    reset_masks,
+    with_kept,
+)
 from rollwright.envs._rollout import rand_step, rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.closing import closed_on_error
@@ -71,6 +78,9 @@ def _takes(cls: type, name: str) -> bool:
     if code is None or init.__module__.startswith("rollwright."):
         return False
     return name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+_NOTHING_SEEN = LastSeen()
 
 
 class EnvBase(EnvSpecs, metaclass=_EnvMeta):
@@ -172,7 +182,8 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
         Args:
             tensordict: None, or data of the environment's batch size. With bool entries ``"_reset"``
-                (``[*batch, 1]``, one per group of flags), unmarked rows keep what ``tensordict`` holds.
+                (``[*batch, 1]``, one per group of flags), unmarked rows keep what ``tensordict`` holds, and of
+                observations and flags that it lacks what the environment returned last.
             **kwargs: go to ``_reset``.
 
         Returns:
@@ -181,7 +192,8 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             none was given, where it is locked, or cannot hold the result (rows of different shapes).
 
         Raises:
-            EnvError: the environment raised or returned what its specs do not describe.
+            EnvError: the environment raised or returned what its specs do not describe; ``tensordict`` lacks what
+                unmarked rows go on with, and the environment was used by others since it returned that.
         """
         if tensordict is not None:
             self._check_batch(tensordict, "reset")
@@ -190,9 +202,15 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             self._reopen()
         if tensordict is not None and masks and not any(bool(mask.any()) for mask in masks.values()):
             return put_back(self, tensordict, without(tensordict, *self.reset_keys))
+        last = self.__dict__.get("_last_seen", _NOTHING_SEEN)
+        given = tensordict if tensordict is None else with_kept(self, tensordict, masks, last)
         self.note_use()
-        fresh = self.reset_outcome(tensordict, **kwargs)
-        return fresh if tensordict is None else self.with_reset(tensordict, fresh)
+        result = self.reset_outcome(given, **kwargs)
+        if tensordict is not None and given is not None:
+            result = self.with_reset(given, result)
+            result = result if given is tensordict else put_back(self, tensordict, result)
+        self.__dict__["_last_seen"] = LastSeen(self.moment(), result)
+        return result
 
     def with_reset(self, tensordict: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         """What :meth:`reset` returns for ``tensordict``, where ``fresh`` is what :meth:`reset_outcome` has returned."""
@@ -221,6 +239,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         if preset is not None:
             outcome.update(preset.exclude(*leaf_keys(outcome)))
         tensordict.set("next", outcome)
+        self.__dict__["_last_seen"] = LastSeen(self.moment(), tensordict, outcome)
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -344,9 +363,17 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         count: int = self.__dict__.get("_num_uses", 0)
         return count
 
+    def moment(self) -> object:
+        """Differs once somebody has reset or stepped the environment, or one that it is made of."""
+        return self.num_uses
+
     def note_use(self) -> None:
         """Somebody is going to reset or step the environment: others cannot go on with their trajectories."""
         self.__dict__["_num_uses"] = self.__dict__.get("_num_uses", 0) + 1  # not by the slow way of modules
+
+    def forget_last_seen(self) -> None:
+        """Forget what was returned last, which is none of what the next step is taken from."""
+        self.__dict__.pop("_last_seen", None)
 
     @property
     def sets_own_flags(self) -> bool:

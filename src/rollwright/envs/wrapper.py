@@ -95,6 +95,10 @@ class WrapperEnv(EnvBase):
         """As for the base environment."""
         return self.base_env.batch_locked
 
+    def moment(self) -> object:
+        """See :meth:`EnvBase.moment`."""
+        return self.num_uses, self.base_env.moment()
+
     def set_spec_lock_(self, mode: bool = True) -> Self:
         """See :class:`EnvBase`; the base environment's specs too."""
         self.base_env.set_spec_lock_(mode)

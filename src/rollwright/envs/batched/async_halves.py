@@ -122,6 +122,7 @@ class AsyncHalves(BatchedEnv):
                 f"async_{call}_send: environments {busy} have not been received from since they were sent something. "
                 f"Call async_*_recv() first; busy are {self.busy}."
             )
+        self.forget_last_seen()
         with uninterrupted:  # either all are sent something, or none
             for row, root in zip(rows, tds, strict=True):
                 self._begin_task(row, _Task(call, root), resets=call == RESET, kwargs=kwargs)

@@ -124,6 +124,10 @@ class EnvsView(BatchedEnv):
             self._open()
         return self._batch.seed_rows(self._rows, seed, static_seed)
 
+    def moment(self) -> object:
+        """See :meth:`EnvBase.moment`."""
+        return self.num_uses, self._batch.moment()
+
     # The end ----------------------------------------------------------------------------------
 
     @property

@@ -30,7 +30,16 @@ ENTRIES = ("makes", "tensors", "masks", "attributes")
 
 # Not saved: what the constructor made and running does not change, and what refers to it.
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
-_OF_ENVS = {"_cache", "_device", "_full_specs", "_is_spec_locked", "_locks_specs", "_num_uses", "is_closed"}
+_OF_ENVS = {
+    "_cache",
+    "_device",
+    "_full_specs",
+    "_is_spec_locked",
+    "_last_seen",
+    "_locks_specs",
+    "_num_uses",
+    "is_closed",
+}
 _OF_TRANSFORMS = {"_containers", "_memo", "_parent"}
 _OF_TORCHRL = {"_container", "_parent"}  # of its transforms
 
@@ -125,6 +134,9 @@ def load_env(
     """
     with unchanged_if_it_raises(env):
         _load(env, state, state_dict, kwargs)
+        for part in env.modules():
+            if isinstance(part, EnvBase):
+                part.forget_last_seen()
 
 
 @contextmanager
