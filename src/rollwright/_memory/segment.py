@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
+import sys
 import weakref
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -107,8 +109,7 @@ class Segment:
         if not num_bytes:
             return memoryview(b"")
         page = start - start % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(self.fd, start - page + num_bytes, access=mmap.ACCESS_WRITE, offset=page)
-        return memoryview(mapped)[start - page :]
+        return memoryview(_mapped(self.fd, page, start - page + num_bytes))[start - page :]
 
     def flush_to_disk(self) -> None:
         """Wait until the disk has the file; what a killed process wrote is safe without it, a power cut needs it."""
@@ -116,6 +117,27 @@ class Segment:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_reopened, (self.path, DupFd(self.fd) if self.path is None else None))
+
+
+def _mapped(fd: int, start: int, num_bytes: int) -> mmap.mmap:
+    """Bytes of a file, without the descriptor that ``mmap.mmap(fd)`` keeps open for each mapping."""
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(fd, num_bytes, access=mmap.ACCESS_WRITE, offset=start, trackfd=False)
+    if start + num_bytes > (size := os.fstat(fd).st_size):
+        raise ValueError(f"bytes {start} to {start + num_bytes} of a file of {size} bytes cannot be mapped")
+    mapped = mmap.mmap(-1, num_bytes)  # the file takes the place of this memory, and goes when it goes
+    place = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    if _mmap(place, num_bytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, start) != place:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)}: {num_bytes} bytes of a file cannot be mapped")
+    return mapped
+
+
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_MAP_FIXED = 0x10
 
 
 def _failed(error: OSError, what: str, name: str) -> OSError:

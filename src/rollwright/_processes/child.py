@@ -18,6 +18,7 @@ from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.connection import NOTHING, end_all
 from rollwright._processes.exits import ExitStage, call_at_exit
 from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.file_limit import raise_file_limit
 from rollwright._processes.start.methods import check_start_method, new_process
 from rollwright._processes.start.server import allow_interrupts
 
@@ -69,6 +70,7 @@ class Child:
         num_threads: int = 1,
     ) -> None:
         check_start_method("start_method", start_method)
+        raise_file_limit()
         self.name = name
         self._home: int | None = None  # in a forked process: the one that this child is of
         self.channel, theirs = Channel.pair()

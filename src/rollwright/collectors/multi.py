@@ -19,6 +19,7 @@ from tensordict import TensorDictBase
 
 from rollwright._options import names_of, with_options
 from rollwright._processes.channel import ByValue
+from rollwright._processes.file_limit import file_limit_named
 from rollwright._processes.forks import on_fork
 from rollwright.collectors.arguments import WorkerStats, checked_seed, checked_state
 from rollwright.collectors.attribute_paths import resolve
@@ -166,11 +167,13 @@ class MultiCollector(BaseCollector):
         if buffer is not None and hasattr(buffer, "share"):
             buffer.share()
         schemes = given.weight_sync_schemes
-        self._workers = Workers(factories, sent, per_worker, own, Publisher(self.num_workers, schemes))
+        with file_limit_named(f"{owner} with {self.num_workers} workers"):
+            self._workers = Workers(factories, sent, per_worker, own, Publisher(self.num_workers, schemes))
         self._group = self._workers.group
         self._calls = WorkerCalls(self._group, self.num_workers, stored=buffer is not None, check=self._check)
         try:
-            self._start(owner, policy is None and self.options.policy_factory is None)
+            with file_limit_named(f"{owner} with {self.num_workers} workers"):
+                self._start(owner, policy is None and self.options.policy_factory is None)
             self._weights.use_updater(others.get("weight_updater"), self)
             if others.get("weight_recv_schemes"):
                 self.register_scheme_receiver(others["weight_recv_schemes"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import select
 import socket
 import threading
@@ -123,4 +126,28 @@ def test_silent_connections_stay_while_there_is_room(served, dial):
     dial(10)
     end = connect_to(served.address, SECRET, {}, LIMIT_S)
     assert not served.refused
+    end.close()
+
+
+def test_a_process_with_too_many_open_files_accepts_again_when_there_is_room(served):
+    end = socket.socket()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = os.dup(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 1, limits[1]))
+    spare = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                spare.append(os.dup(0))
+        end.connect(served.address)
+        assert eventually(lambda: served.refused)
+        assert "raise ulimit -n" in served.refused[0]
+        before = served.num_reads
+        threading.Event().wait(0.5)
+        assert served.num_reads - before < 5  # it does not spin
+    finally:
+        for fd in (taken, *spare):
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert end.recv(100)  # it is greeted
     end.close()

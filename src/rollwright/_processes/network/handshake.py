@@ -116,8 +116,9 @@ class IncomingHandshake:
 
     def accept(self) -> Line:
         """Let the other side in; the line is the caller's."""
+        line = Line(self.end, None if self._is_local else _keys(self._secret, self._nonce, self._theirs))
         self._answer({"accepted": True, "is_local": self._is_local})
-        return Line(self.end, None if self._is_local else _keys(self._secret, self._nonce, self._theirs))
+        return line
 
     def refuse(self, why: str, *, for_now: bool = False) -> None:
         """Send the other side away.

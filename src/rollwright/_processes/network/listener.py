@@ -10,12 +10,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake
+from rollwright._processes.file_limit import is_file_limit, raise_file_limit
+from rollwright._processes.network.handshake import IncomingHandshake
 
 __all__ = ["Listener"]
 
 _MOST_PENDING = 64
 _LEAST_S = 1.0  # that each has to prove what it must, though others wait
+_FULL_S = 1.0  # until it accepts again, where this process has too many open files
 _BACKLOG = 1024  # connections that the system keeps until they are accepted; its own limit may be lower
 
 
@@ -42,13 +44,14 @@ class Listener:
         proved: Callable[[IncomingHandshake, dict[str, Any]], None],
         refused: Callable[[str, str], None] = lambda peer, why: None,
     ) -> None:
+        raise_file_limit()
         self._secret, self._proved, self._refused = secret, proved, refused
         self._socket = socket.create_server(address, backlog=_BACKLOG)
         self._socket.setblocking(False)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._pending: dict[int, IncomingHandshake] = {}  # by file descriptor, the oldest first
         self._poll = select.epoll()
-        self._accepts = True
+        self._accepts, self._full_until = True, 0.0
         self._poll.register(self._socket.fileno(), select.EPOLLIN)
         for close in (self._socket.close, self._poll.close):
             weakref.finalize(self, close).atexit = False
@@ -72,18 +75,26 @@ class Listener:
 
     def _accept(self) -> None:
         """Take in who waits, as far as there is room."""
-        with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionError):
+        try:
             while not self._poll.closed and self._has_room():
                 end, _ = self._socket.accept()
                 self._pending[end.fileno()] = IncomingHandshake(end, self._secret)
                 self._poll.register(end.fileno(), select.EPOLLIN)
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return
+        except OSError as error:
+            if not is_file_limit(error):
+                raise
+            self._full_until = time.monotonic() + _FULL_S
+            self._has_room()
+            self._refused("a connection", "waits, since this process has too many open files (raise ulimit -n)")
 
     def _has_room(self) -> bool:
         if len(self._pending) >= _MOST_PENDING:
             fd, oldest = next(iter(self._pending.items()))
             if time.monotonic() - oldest.began_at > _LEAST_S and self._is_anyone_waiting():
                 self._drop(fd, "said nothing while others waited")
-        has_room = len(self._pending) < _MOST_PENDING
+        has_room = len(self._pending) < _MOST_PENDING and time.monotonic() > self._full_until
         if has_room is not self._accepts:  # a socket that is ready and not read would keep whoever polls busy
             self._accepts = has_room
             self._poll.modify(self._socket.fileno(), select.EPOLLIN if has_room else 0)
@@ -103,7 +114,7 @@ class Listener:
             del self._pending[fd]
             self._poll.unregister(fd)
             self._proved(greeting, about)
-        except (HandshakeRefused, ValueError, TypeError, AttributeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             self._pending.setdefault(fd, greeting)
             self._drop(fd, str(error))
 

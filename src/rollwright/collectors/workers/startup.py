@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rollwright._memory import Segment
+from rollwright._processes.file_limit import raise_file_limit
 from rollwright._processes.pickling import dumps, dumps_by_name
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.counts import FrameCounts
@@ -52,6 +53,7 @@ class Workers:
         publisher: Publisher,
     ) -> None:
         count = len(factories)
+        raise_file_limit()
         counters, blocks = Segment(), Segment()
         packing = [(Segment(), Segment()) for _ in factories]
         self._segments = [counters, blocks, *(segment for pair in packing for segment in pair)]

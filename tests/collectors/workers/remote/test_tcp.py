@@ -169,6 +169,17 @@ def test_a_consumer_may_take_longer_than_a_host_may_be_silent(remote):
     assert seen == 4000
 
 
+def test_a_worker_takes_few_open_files_of_the_collector(remote):
+    found = []
+    for count in (1, 5):
+        before = num_fds()
+        collector = remote("sync", makers(count), gain(), per=5, frames_per_batch=20)
+        collect(collector, 3)
+        found.append(num_fds() - before)
+        collector.shutdown()
+    assert (found[1] - found[0]) / 4 <= 4.0
+
+
 def test_what_another_thread_brings_while_nothing_was_found_is_noticed(remote, monkeypatch):
     silence = RemoteWorker._silence
 
