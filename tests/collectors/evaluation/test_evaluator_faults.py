@@ -382,3 +382,15 @@ def test_end_of_the_program(programs: Programs, backend: str, how: str) -> None:
     assert errors.count("Error") == (how == "error")
     if pid != "None":
         wait_for_end(int(pid))
+
+
+@pytest.mark.parametrize("lacks", ["asked", "policy_version"])
+def test_a_state_that_lacks_something_is_refused_by_name_and_changes_nothing(lacks):
+    with Evaluator(Faulty, None, num_trajectories=1) as evaluator:
+        before = evaluator.state_dict()
+        state = {name: 7 for name in before if name != lacks}
+        with pytest.raises(KeyError, match=rf"expected \['{lacks}'\]"):
+            evaluator.load_state_dict(state)
+        with pytest.raises(TypeError, match="expected a dictionary"):
+            evaluator.load_state_dict(3)
+        assert evaluator.state_dict() == before

@@ -15,7 +15,7 @@ from torch import nn
 
 from rollwright.collectors.llm import LLMCollector
 from rollwright.data.replay_buffers import LazyStackStorage, ReplayBuffer
-from rollwright.envs.llm import LLMEnv
+from rollwright.envs.llm import LLMEnv, PolicyVersion
 from rollwright.modules.llm import TransformersWrapper
 from rollwright.weight_update import (
     MultiProcessWeightSyncScheme,
@@ -147,6 +147,59 @@ def test_a_saved_state_has_the_weights_of_the_engine_where_asked():
     with pytest.raises(TypeError, match=r"engine_weights=True: .* got FakeEngine"):
         third.state_dict(engine_weights=True)
     for collector in (first, second, third):
+        collector.shutdown()
+
+
+class RefusesPartway(EngineWithModel):
+    """Takes half of the weights that it refuses."""
+
+    def update_weights(self, weights, version=None):
+        if "bias" not in weights:
+            with torch.no_grad():
+                self.model.weight.copy_(weights["weight"])
+            raise ValueError("the engine takes a bias, too")
+        super().update_weights(weights, version)
+
+
+def test_an_engine_that_refuses_a_state_partway_has_the_weights_of_before():
+    policies = [PolicyWithModel(), PolicyWithModel()]
+    policies[1].engine = RefusesPartway()
+    first, second = (LLMCollector(FakeEnv(2), policy, dialog_turns_per_batch=2) for policy in policies)
+    second.update_policy_weights_(linear(2.0).state_dict())
+    second.next()
+    first.update_policy_weights_(linear(3.0))
+    state, before = first.state_dict(engine_weights=True), copy.deepcopy(second.state_dict())
+    del state["engine_state_dict"]["bias"]
+    with pytest.raises(ValueError, match="takes a bias"):
+        second.load_state_dict(state)
+    assert policies[1].engine.model.weight.tolist() == [[2.0] * 3]
+    assert policies[1].engine.version == 1
+    after = second.state_dict()
+    for name in ("frames", "iter", "policy_version", "traj_pool"):
+        assert after[name] == before[name]
+    assert str(after["trajectories"]) == str(before["trajectories"])
+    for collector in (first, second):
+        collector.shutdown()
+
+
+def test_a_version_tracker_that_refuses_leaves_the_rest():
+    first, second = (
+        LLMCollector(FakeEnv(2), FakePolicy(), dialog_turns_per_batch=2, track_policy_version=PolicyVersion())
+        for _ in range(2)
+    )
+    first.next()
+    first.update_policy_weights_({"weight": torch.ones(1)})
+    state = first.state_dict()
+    assert state["version_tracker"]["version"] == 1
+    for wrong, says in (({"other": 3}, "expected 'version'"), (3, "expected that of a PolicyVersion")):
+        with pytest.raises((KeyError, TypeError), match=says):
+            second.load_state_dict({**state, "version_tracker": wrong})
+    with pytest.raises(KeyError, match="streams"):
+        second.load_state_dict({name: value for name, value in state.items() if name != "streams"})
+    assert (second.policy_version, second.stats()["frames"]) == (0, 0)
+    second.load_state_dict(state)
+    assert (second.policy_version, second.stats()["frames"]) == (1, 2)
+    for collector in (first, second):
         collector.shutdown()
 
 

@@ -351,6 +351,7 @@ def _late_error(state):
 
 WRONG = {
     "weights of another shape": lambda state: {**state, "policy_state_dict": {}},
+    "no policy_state_dict": lambda state: _without(state, "policy_state_dict"),
     "no trajectories": lambda state: _without(state, "trajectories"),
     "no streams": lambda state: _without(state, "streams"),
     "no env_checkpoint": lambda state: _without(state, "env_checkpoint"),

@@ -9,12 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from tensordict import TensorDictBase
 
 from rollwright._interrupts import uninterrupted
-from rollwright.collectors.rollout.state import td_from, td_state
+from rollwright.collectors.rollout.state import td_state
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.errors import RollwrightError
 
@@ -194,10 +194,10 @@ class QueueBacklog:
         """Turns that were not put."""
         return [td_state(row) for row in self._rows]
 
-    def load_state_dict(self, state: Sequence[Any]) -> None:
-        """Go on from what :meth:`state_dict` saved."""
+    def restore(self, turns: Sequence[Any]) -> None:
+        """Hold these turns, and no others."""
         with self.lock:
-            self._rows = deque(cast(Any, td_from(row)) for row in state)
+            self._rows = deque(turns)
 
 
 def _is_turn(row: TensorDictBase) -> bool:

@@ -54,9 +54,7 @@ class SavedState:
         rollout = self._rollout
         own = rollout.path.state_dict()
         state: OrderedDict[str, Any] = OrderedDict()
-        # of a policy behind an engine, nothing is saved: that is a model, which has files of its own
-        weights = weights_of(rollout.policy)
-        if rollout.path.calls_policy and weights is not None and not is_never_copied(rollout.policy):
+        if (weights := self._weights()) is not None:
             state["policy_state_dict"] = _own_state(weights)
         held, unheld = self._delivery.save_held()
         if own is None:
@@ -82,11 +80,18 @@ class SavedState:
         state["unsaved"] = unsaved
         return state
 
+    def _weights(self) -> nn.Module | None:
+        """The policy's module; None where nothing is saved: what is behind an engine has files of its own."""
+        rollout = self._rollout
+        saves = rollout.path.calls_policy and not is_never_copied(rollout.policy)
+        return weights_of(rollout.policy) if saves else None
+
     def check(self, state: Mapping[str, Any], **kwargs: Any) -> None:
         """Raise what :meth:`load` would raise; nothing is changed."""
         self._read(state)
-        with self._unchanged_if_it_raises(always=True):
+        with self._unchanged_if_it_raises(always=True), self._engine_unchanged_if_it_raises(state, always=True):
             self._load_modules(state, **kwargs)
+            self._load_engine(state)
 
     def load(self, state: Mapping[str, Any], **kwargs: Any) -> None:
         """Restore what :meth:`save` saved; where it raises, all is as it was.
@@ -99,18 +104,18 @@ class SavedState:
         read = self._read(state)
         # Frames that this collector has delivered may have the saved ids, on other trajectories.
         ids_are_free = not rollout.stepped or self._is_at(state)
-        with self._unchanged_if_it_raises(always=True):  # a trial, before conversations in progress are dropped
-            self._load_modules(state, **kwargs)
-        before, ids = rollout.path.state_dict(), rollout.ids.state_dict()
-        rollout.forget_trajectories()
-        with self._unchanged_if_it_raises():
-            if "engine_state_dict" in state:
-                rollout.acting.update_engine(state["engine_state_dict"])
-            reason = self._load_modules(state, **kwargs)
-            if "traj_pool" in state:
-                rollout.ids.load_state_dict(state["traj_pool"])
-            if of_path:
-                self._load_path(read.trajectories, ids_are_free, before, ids)
+        with self._engine_unchanged_if_it_raises(state):
+            with self._unchanged_if_it_raises(always=True):  # a trial, before conversations in progress are dropped
+                self._load_modules(state, **kwargs)
+                self._load_engine(state)
+            before, ids = rollout.path.state_dict(), rollout.ids.state_dict()
+            rollout.forget_trajectories()
+            with self._unchanged_if_it_raises():
+                reason = self._load_modules(state, **kwargs)
+                if "traj_pool" in state:
+                    rollout.ids.load_state_dict(state["traj_pool"])
+                if of_path:
+                    self._load_path(read.trajectories, ids_are_free, before, ids)
         goes_on = reason is None
         saved = read.trajectories if goes_on else None
         rollout.frames, self._delivery.batches = int(state.get("frames", 0)), int(state.get("iter", 0))
@@ -132,6 +137,11 @@ class SavedState:
     def _read(self, state: Mapping[str, Any]) -> _Read:
         """Take a state apart, before anything is changed."""
         check_entries(state)
+        if "policy_state_dict" not in state and self._weights() is not None:
+            raise KeyError(
+                f"state_dict: expected 'policy_state_dict' among its entries, as the policy has weights, got "
+                f"{sorted(map(str, state))}. Pass the state of a collector with such a policy, whole."
+            )
         saved, episodes, streams = placed(state.get("trajectories")), None, state.get("streams")
         if streams is not None:
             _check_generators(streams)
@@ -154,6 +164,26 @@ class SavedState:
                 if part is not None and not is_never_copied(part):
                     stack.enter_context(unchanged_if_it_raises(part, always=always))
             yield
+
+    @contextmanager
+    def _engine_unchanged_if_it_raises(self, state: Mapping[str, Any], *, always: bool = False) -> Iterator[None]:
+        acting = self._rollout.acting
+        engine = acting.engine if "engine_state_dict" in state else None
+        if engine is None:
+            yield
+            return
+        before, version = {name: value.clone() for name, value in acting.engine_state().items()}, engine.version
+        failed = True
+        try:
+            yield
+            failed = always
+        finally:
+            if failed:
+                engine.update_weights(before, version)
+
+    def _load_engine(self, state: Mapping[str, Any]) -> None:
+        if "engine_state_dict" in state:
+            self._rollout.acting.update_engine(state["engine_state_dict"])
 
     def _load_modules(self, state: Mapping[str, Any], **kwargs: Any) -> str | None:
         """Load policy and environment; why the trajectories do not go on, None: they do."""

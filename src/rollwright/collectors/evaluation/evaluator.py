@@ -15,6 +15,7 @@ from rollwright._keys import NestedKey
 from rollwright._memory import Segment
 from rollwright._options import refuse_unknown, with_options
 from rollwright._processes.start.methods import check_start_method
+from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.evaluation.arguments import (
     EVALUATOR_OPTIONS,
     check_arguments,
@@ -369,7 +370,17 @@ class Evaluator:
         return {"asked": self._asked, "policy_version": self._version}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Count on from a saved state."""
+        """Count on from a saved state.
+
+        Raises:
+            KeyError, TypeError: it is the state of something else; nothing was loaded.
+        """
+        missing = [name for name in ("asked", "policy_version") if name not in checked_state(state_dict)]
+        if missing:
+            raise KeyError(
+                f"state_dict: expected {missing} among its entries, got {sorted(map(str, state_dict))}. Pass what "
+                "state_dict() of an Evaluator returned."
+            )
         self._asked, self._version = int(state_dict["asked"]), int(state_dict["policy_version"])
 
     def __repr__(self) -> str:

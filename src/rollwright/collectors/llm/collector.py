@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from tensordict import TensorDictBase
 
 from rollwright._options import with_options
+from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.delivery.queues import QueueClosed
 from rollwright.collectors.factory import BackendOptions, wants_workers
@@ -133,11 +134,19 @@ class LLMCollector(Collector):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """See :meth:`Collector.load_state_dict`."""
-        super().load_state_dict(state_dict, **kwargs)
-        given = self._tracker
-        if "version_tracker" in state_dict and hasattr(given, "set_extra_state"):
-            given.set_extra_state(state_dict["version_tracker"])
-            self._use_tracker()  # the engine stamps tokens with the version that was loaded
+        given, saved = self._tracker, checked_state(state_dict).get("version_tracker")
+        if saved is None or not hasattr(given, "set_extra_state"):
+            super().load_state_dict(state_dict, **kwargs)
+            return
+        before = given.get_extra_state()
+        try:
+            given.set_extra_state(saved)
+            super().load_state_dict(state_dict, **kwargs)
+        except BaseException:
+            given.set_extra_state(before)
+            raise
+        given.set_extra_state(saved)  # to load the version has counted
+        self._use_tracker()  # the engine stamps tokens with the version that was loaded
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """See :meth:`Collector.iterator`."""

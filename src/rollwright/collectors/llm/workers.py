@@ -25,6 +25,7 @@ from rollwright.collectors.llm.interface import (
 from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import ConversationOptions
+from rollwright.collectors.rollout.state import td_from
 from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.collectors.workers.stats import select_workers
 from rollwright.data.llm.turns import Origin, Version
@@ -161,9 +162,10 @@ class MultiLLMCollector(MultiCollector):
             KeyError, TypeError: it is the state of something else, or none.
             ValueError: what is in progress cannot be divided anew; with the reason.
         """
-        super().load_state_dict(self._divided(checked_state(state_dict)), **kwargs)
+        queued = [td_from(row) for row in checked_state(state_dict).get("queue", ())]
+        super().load_state_dict(self._divided(state_dict), **kwargs)
         if self._backlog is not None:
-            self._backlog.load_state_dict(state_dict.get("queue", ()))
+            self._backlog.restore(queued)
 
     def _divided(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         count, saved = self.num_workers, [name for name in state if re.fullmatch(r"worker\d+", str(name))]

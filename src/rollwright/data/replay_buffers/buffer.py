@@ -401,7 +401,7 @@ class ReplayBuffer:
         """The batch with what the sampler returned for its elements, where the buffer delivers that."""
         return batch
 
-    def _drop_prefetched(self) -> None:
+    def drop_prefetched(self) -> None:
         """Drop the batches that were prefetched: they would not be drawn so any more."""
         if self._prefetcher is not None:
             self._prefetcher.drop()
@@ -630,7 +630,7 @@ class ReplayBuffer:
         Args:
             empty_write_count: count what is written from 0 again; default: :attr:`write_count` goes on.
         """
-        self._drop_prefetched()
+        self.drop_prefetched()
         self.storage.clear()
         if empty_write_count:
             self.storage.ledger.reset_write_count()
@@ -671,7 +671,7 @@ class ReplayBuffer:
         most = len(self.transforms)
         if not -most <= index <= most:
             raise IndexError(f"index: expected one from {-most} to {most}, got {index}.")
-        self._drop_prefetched()
+        self.drop_prefetched()
         self.transforms.insert(index, transform)
         return self
 
@@ -690,7 +690,7 @@ class ReplayBuffer:
     def set_sampler(self, sampler: Sampler) -> None:
         """Sample otherwise from now on."""
         chosen = made("sampler", sampler, Sampler, RandomSampler)
-        self._drop_prefetched()
+        self.drop_prefetched()
         with self.drawing:
             self.sampler = chosen
 
@@ -712,7 +712,7 @@ class ReplayBuffer:
         storage = made("storage", storage, Storage, ListStorage)
         given = storage.ndim - 1 if self._dim_given is None else self._dim_given
         dim = dimension("dim_extend", given, storage.ndim)
-        self._drop_prefetched()
+        self.drop_prefetched()
         with self.drawing:
             self.storage, self.dim_extend, self.collate_fn = storage, dim, collate_fn
             self.writer.register_storage(storage)
@@ -721,7 +721,7 @@ class ReplayBuffer:
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Draw random numbers from ``generator``; None: from torch's global one."""
-        self._drop_prefetched()
+        self.drop_prefetched()
         self.generator = generator
 
     def check_shareable(self) -> None:
@@ -762,9 +762,15 @@ class ReplayBuffer:
         return checkpoint.state_of(self, with_elements=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Hold what another buffer held, and sample as it would have."""
-        self._drop_prefetched()
-        checkpoint.restore(self, state_dict)
+        """Hold what another buffer held, and sample as it would have.
+
+        Raises:
+            KeyError, TypeError: it is the state of something else, or entries are missing; as with whatever else
+                raises, nothing was loaded.
+            ValueError: it does not fit the buffer's parts.
+            RuntimeError: somebody is writing.
+        """
+        checkpoint.restore([self], [state_dict])
 
     def dumps(self, path: str | Path) -> None:
         """Write the buffer to a folder, which :meth:`loads` and ``rollwright inspect`` read.
@@ -777,7 +783,7 @@ class ReplayBuffer:
         checkpoint.dump(self, path)
 
     def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
-        """Read what :meth:`dumps` wrote.
+        """Read what :meth:`dumps` wrote; where it raises, nothing has changed.
 
         Args:
             path: the folder.
@@ -788,8 +794,7 @@ class ReplayBuffer:
             ValueError: elements are other objects, and ``allow_pickle`` is not set.
             DamagedFileError: a file is cut short, or holds something else.
         """
-        self._drop_prefetched()
-        checkpoint.load(self, path, allow_pickle=allow_pickle)
+        checkpoint.restore([self], [checkpoint.read(self, path, allow_pickle=allow_pickle)])
 
     dump = save = dumps
     load = loads

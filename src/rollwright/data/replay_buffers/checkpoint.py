@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from rollwright.errors import DamagedFileError
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.buffer import ReplayBuffer
 
-__all__ = ["dump", "load", "restore", "state_of"]
+__all__ = ["dump", "read", "restore", "state_of"]
 
 
 def state_of(buffer: ReplayBuffer, *, with_elements: bool) -> dict[str, Any]:
@@ -37,36 +38,80 @@ def state_of(buffer: ReplayBuffer, *, with_elements: bool) -> dict[str, Any]:
         return {"storage": buffer.storage.state_dict(), **state} if with_elements else state
 
 
-def restore(buffer: ReplayBuffer, state: Mapping[str, Any]) -> None:
-    """Give a buffer's parts a saved state.
+def restore(buffers: Sequence[ReplayBuffer], states: Sequence[Any]) -> None:
+    """Give the parts of each buffer a saved state; where anything raises, all buffers are as they were.
+
+    Args:
+        buffers: one, or the members of an ensemble.
+        states: of :func:`state_of`, or :func:`read`; one for each.
 
     Raises:
-        KeyError: it is the state of something else.
-        ValueError: its rows lie along another dimension.
+        KeyError, TypeError: it is the state of something else, or entries are missing.
+        ValueError: its rows lie along another dimension, or do not fit the storage.
+        RuntimeError: somebody is writing into the storage.
     """
-    missing = [name for name in ("sampler", "writer") if name not in state]
+    pairs = list(zip(buffers, states, strict=True))
+    for buffer, state in pairs:
+        _check(buffer, state)
+    for buffer in buffers:
+        buffer.drop_prefetched()
+    with ExitStack() as drawing, ExitStack() as unchanged:
+        for buffer, state in pairs:
+            drawing.enter_context(buffer.drawing)
+            unchanged.enter_context(_unchanged_if_it_raises(buffer))
+            buffer.sampler.load_state_dict(state["sampler"])
+            buffer.writer.load_state_dict(state["writer"])
+            if state["generator"] is not None and buffer.generator is not None:
+                buffer.generator.set_state(state["generator"])
+        for buffer, state in pairs:  # last: what is stored is too much for a copy to go back to
+            if state["storage"] is not None:
+                buffer.storage.load_state_dict(state["storage"])
+    for buffer, state in pairs:
+        if buffer.limiter is not None:
+            buffer.limiter.load_state_dict(state.get("limiter"))
+        elif buffer.insert_limiter is not None:
+            buffer.insert_limiter.begin()
+
+
+def _check(buffer: ReplayBuffer, state: Any) -> None:
+    """Test that a buffer takes a state, before anything is changed."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"state_dict: expected the state of a replay buffer, a dictionary, got {type(state).__name__}. Pass what "
+            "state_dict() gave."
+        )
+    missing = [name for name in ("storage", "sampler", "writer", "generator") if name not in state]
     if missing:
-        raise KeyError(f"state_dict: expected that of a replay buffer, got {sorted(state)}: {missing} missing.")
-    stored = state.get("storage")
+        raise KeyError(
+            f"state_dict: expected that of a replay buffer, got {sorted(map(str, state))}: {missing} missing."
+        )
+    stored = state["storage"]
+    if stored is not None:
+        buffer.storage.check_state(stored)
     _check_dim(buffer, stored)
     buffer.sampler.check_state(state["sampler"])
-    with buffer.drawing:
-        if stored is not None:
-            buffer.storage.load_state_dict(stored)
-        buffer.sampler.load_state_dict(state["sampler"])
-        buffer.writer.load_state_dict(state["writer"])
-        if state.get("generator") is not None and buffer.generator is not None:
-            buffer.generator.set_state(state["generator"])
     if buffer.limiter is not None:
-        buffer.limiter.load_state_dict(state.get("limiter"))
-    elif buffer.insert_limiter is not None:
-        buffer.insert_limiter.begin()
+        buffer.limiter.check_state(state.get("limiter"))
+
+
+@contextmanager
+def _unchanged_if_it_raises(buffer: ReplayBuffer) -> Iterator[None]:
+    """Give sampler, writer and generator back the states that they had, where the ``with`` block raises."""
+    parts = [(part, part.state_dict()) for part in (buffer.sampler, buffer.writer)]
+    generator = buffer.generator
+    drawn = None if generator is None else generator.get_state()
+    try:
+        yield
+    except BaseException:
+        for part, before in parts:
+            part.load_state_dict(before)
+        if generator is not None and drawn is not None:
+            generator.set_state(drawn)
+        raise
 
 
 def _check_dim(buffer: ReplayBuffer, stored: Mapping[str, Any] | None) -> None:
     """Test that rows lie along the dimension that the buffer takes them from; ``stored``: None: what is there."""
-    if stored is not None and stored.get("ndim", buffer.storage.ndim) != buffer.storage.ndim:
-        return  # which the storage says
     if stored is None:
         dim = buffer.storage.dim_extend if len(buffer.storage) else buffer.dim_extend
     else:
@@ -106,8 +151,8 @@ def dump(buffer: ReplayBuffer, path: Any) -> None:
             save(state, new / LIST_FILE)
 
 
-def load(buffer: ReplayBuffer, path: Any, *, allow_pickle: bool = False) -> None:
-    """Read a buffer from a folder.
+def read(buffer: ReplayBuffer, path: Any, *, allow_pickle: bool = False) -> dict[str, Any]:
+    """The state of a buffer that :func:`dump` wrote to a folder, for :func:`restore`.
 
     Raises:
         ValueError: it holds objects, and ``allow_pickle`` is not set.
@@ -119,16 +164,14 @@ def load(buffer: ReplayBuffer, path: Any, *, allow_pickle: bool = False) -> None
     if not (folder / STATE_FILE).is_file():
         raise FileNotFoundError(f"path: {str(folder)!r} holds no saved replay buffer. Name a folder of dumps().")
     state = _dict_in(folder / STATE_FILE, allow_pickle)
-    storage = buffer.storage
-    in_place = isinstance(storage, LazyMemmapStorage) and storage.scratch_dir == folder
+    storage, rows = buffer.storage, folder / ROWS_FILE
     if (folder / LIST_FILE).is_file():
-        state["storage"] = _dict_in(folder / LIST_FILE, allow_pickle)
-    elif not in_place:
-        rows = folder / ROWS_FILE
-        if not rows.is_file() or not rows.stat().st_size:
-            raise DamagedFileError(f"{rows} is {'empty' if rows.is_file() else 'missing'}: it holds the elements.")
-        state["storage"] = LazyMemmapStorage(scratch_dir=folder, existsok=True).state_dict()
-    restore(buffer, state)
+        return {**state, "storage": _dict_in(folder / LIST_FILE, allow_pickle)}
+    if isinstance(storage, LazyMemmapStorage) and storage.scratch_dir == folder:
+        return {**state, "storage": None}  # its rows are there
+    if not rows.is_file() or not rows.stat().st_size:
+        raise DamagedFileError(f"{rows} is {'empty' if rows.is_file() else 'missing'}: it holds the elements.")
+    return {**state, "storage": LazyMemmapStorage(scratch_dir=folder, existsok=True).state_dict()}
 
 
 def _dict_in(file: Path, allow_pickle: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from rollwright._foreign import class_path
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright.data.loading import load_saved, save
+from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._arguments import Transform, checked_transform, inverse_of, parts_of, stacked
 from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
@@ -435,13 +436,23 @@ class ReplayBufferEnsemble:
         return states if self.limiter is None else {**states, "limiter": self.limiter.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Hold what another ensemble of as many members held."""
-        if state_dict.keys() - {"limiter"} != {str(n) for n in range(len(self.members))}:
-            raise KeyError(f"state_dict: expected {len(self.members)} members, got {sorted(state_dict)}.")
-        for n, member in enumerate(self.members):
-            member.load_state_dict(state_dict[str(n)])
+        """Hold what another ensemble of as many members held; where it raises, no member has changed.
+
+        Raises:
+            KeyError, TypeError, ValueError, RuntimeError: see :meth:`ReplayBuffer.load_state_dict`.
+        """
+        names = [str(n) for n in range(len(self.members))]
+        if not isinstance(state_dict, Mapping) or state_dict.keys() - {"limiter"} != set(names):
+            got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise KeyError(f"state_dict: expected {len(names)} members, got {got}.")
+        self._restore([state_dict[name] for name in names], state_dict.get("limiter"))
+
+    def _restore(self, states: Sequence[Any], counts: Any) -> None:
         if self.limiter is not None:
-            self.limiter.load_state_dict(state_dict.get("limiter"))
+            self.limiter.check_state(counts)
+        checkpoint.restore(self.members, states)
+        if self.limiter is not None:
+            self.limiter.load_state_dict(counts)
 
     def dumps(self, path: str | Path) -> None:
         """Write each member to a folder of its own inside ``path``."""
@@ -463,11 +474,12 @@ class ReplayBufferEnsemble:
                 f"path: expected a dump of {len(self.members)} members, got one of {saved} in {str(path)!r}. Make the "
                 "ensemble with as many."
             )
-        for n, member in enumerate(self.members):
-            member.loads(Path(path) / str(n), allow_pickle=allow_pickle)
-        if self.limiter is not None:
-            file = Path(path) / _LIMITER_FILE
-            self.limiter.load_state_dict(load_saved(file) if file.is_file() else None)
+        folder = Path(path).expanduser()
+        states = [
+            checkpoint.read(member, folder / str(n), allow_pickle=allow_pickle) for n, member in enumerate(self.members)
+        ]
+        counts = load_saved(folder / _LIMITER_FILE) if (folder / _LIMITER_FILE).is_file() else None
+        self._restore(states, counts)
 
     dump = save = dumps
     load = loads

@@ -380,6 +380,7 @@ class SampleToInsertRatio:
 
     def load_state_dict(self, state_dict: Mapping[str, int] | None) -> None:
         """Go on with the counts of a state; None: see :meth:`begin`."""
+        self.check_state(state_dict)
         if state_dict is None:
             self.begin()
             return
@@ -387,6 +388,23 @@ class SampleToInsertRatio:
             self._sampled, self._base = state_dict["sampled"], state_dict["base"]
             self._at_base = state_dict["at_base"]
         self._notify()
+
+    @staticmethod
+    def check_state(state_dict: Any) -> None:
+        """Test that it is a state of :meth:`state_dict`, or None.
+
+        Raises:
+            KeyError, TypeError: it is that of something else.
+        """
+        if state_dict is None:
+            return
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict: expected the counts of a limiter, got {type(state_dict).__name__}.")
+        missing = [name for name in ("sampled", "base", "at_base") if name not in state_dict]
+        if missing:
+            raise KeyError(
+                f"state_dict: expected the counts of a limiter, got {sorted(state_dict)}: {missing} missing."
+            )
 
     def __repr__(self) -> str:
         return (

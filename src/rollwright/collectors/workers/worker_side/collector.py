@@ -351,7 +351,8 @@ class WorkerCollector(Reachable):
             ValueError: they cannot be divided anew.
         """
         paths = self._rollout.path.divided([state["trajectories"] for state in states], count)
-        first = {name: states[0][name] for name in ("env_state_dict", "policy_version", "traj_pool")}
+        of_all = ("policy_state_dict", "engine_state_dict", "env_state_dict", "policy_version", "traj_pool")
+        first = {name: states[0][name] for name in of_all if name in states[0]}
         first |= {"frames": 0, "iter": 0, "episodes": EpisodeStats().state_dict(), "streams": None, "unsaved": []}
         return [{**first, "trajectories": path, "held": None} for path in paths]
 

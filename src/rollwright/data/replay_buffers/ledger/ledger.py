@@ -527,33 +527,48 @@ class Ledger:
         base, check = self._head[BASE], ~self._head[BASE_CHECK]
         self._set_base(max(base, check))
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take the positions of a saved storage. For use while rows change in place.
+    @contextlib.contextmanager
+    def restoring(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Hold off everyone inside a ``with`` block that writes the rows of a saved storage; then take its positions.
 
         Args:
             state: ``low``, ``high``, ``voids`` (the gaps), ``lost``, ``skipped``, ``uncounted`` and ``passed`` of what
                 was saved.
 
         Raises:
-            RuntimeError: somebody is writing rows.
+            RuntimeError: somebody is writing rows; the block does not begin.
         """
-        head = self._head
+        head, gaps, passed = self._head, state["voids"].tolist(), int(state.get("passed", 0))
+        lost = int(state["lost"]) + passed - sum(stop - start for start, stop in gaps)
+        with self.changing_in_place():
+            self._check_at_rest()
+            yield
+            self._reservations.begin_at(state["high"])
+            head[PASSED] = passed
+            self._gaps.begin(lost)
+            self._set_base(state["low"])
+            for start, stop in gaps:
+                self._add_gap(start, stop)
+            head[SKIPPED] = state.get("skipped", 0)
+            head[UNCOUNTED] = state.get("uncounted", 0)
+            head[IDS] = max(head[IDS], state.get("ids", 0))
+
+    def check_at_rest(self) -> None:
+        """Test that nobody is writing rows, so that a state can be loaded.
+
+        Raises:
+            RuntimeError: somebody is.
+        """
+        with self.writing():
+            self._check_at_rest()
+
+    def _check_at_rest(self) -> None:
         self._settle()
         if not self.is_settled():
             raise RuntimeError(
                 f"load_state_dict: {self._reservations.in_progress()}. Load when nobody writes: pause or shut down the "
                 "collector."
             )
-        self._reservations.begin_at(state["high"])
-        gaps = state["voids"].tolist()
-        head[PASSED] = state.get("passed", 0)
-        self._gaps.begin(state["lost"] + head[PASSED] - sum(stop - start for start, stop in gaps))
-        self._set_base(state["low"])
-        for start, stop in gaps:
-            self._add_gap(start, stop)
-        head[SKIPPED] = state.get("skipped", 0)
-        head[UNCOUNTED] = state.get("uncounted", 0)
-        head[IDS] = max(head[IDS], state.get("ids", 0))
 
     @property
     def next_id(self) -> int:

@@ -486,9 +486,9 @@ class Passes:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`."""
-        left = state_dict["left"]
+        left, ran_out = state_dict["left"], bool(state_dict["ran_out"])
         self.epoch = None if left is None else Epoch(left.numpy(force=True).astype(np.int64))
-        self.ran_out = bool(state_dict["ran_out"])
+        self.ran_out = ran_out
 
 
 class InPasses(Sampler):

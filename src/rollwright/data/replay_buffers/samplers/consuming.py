@@ -101,9 +101,9 @@ class ConsumingSampler(Sampler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`."""
         self.check_state(state_dict)
-        self._names = state_dict["names"].numpy(force=True).astype(np.int64)
-        self._drawn = state_dict["drawn"].numpy(force=True).astype(np.int64)
-        self._high = int(state_dict["high"])
+        names = state_dict["names"].numpy(force=True).astype(np.int64)
+        drawn = state_dict["drawn"].numpy(force=True).astype(np.int64)
+        self._names, self._drawn, self._high = names, drawn, int(state_dict["high"])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(max_sample_count={self.max_sample_count})"

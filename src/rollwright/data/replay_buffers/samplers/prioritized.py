@@ -352,15 +352,14 @@ class PrioritizedSampler(Sampler):
             "waiting": [(index.clone(), priority.clone()) for index, priority in self._waiting],
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`; where elements lie is known when a storage is followed next.
+    def check_state(self, state_dict: Any) -> None:
+        """See :meth:`Sampler.check_state`.
 
         Raises:
             ValueError: its priorities are not those of its positions, or there are more than ``max_capacity``.
         """
-        self.check_state(state_dict)
-        priorities = state_dict["priorities"].numpy(force=True).astype(np.float64)
-        low, high = int(state_dict["low"]), int(state_dict["high"])
+        super().check_state(state_dict)
+        priorities, low, high = state_dict["priorities"], int(state_dict["low"]), int(state_dict["high"])
         if high < low or (len(priorities) % (high - low) if high > low else len(priorities)):
             raise ValueError(
                 f"state_dict: expected as many priorities for each of the {high - low} positions, got "
@@ -372,12 +371,23 @@ class PrioritizedSampler(Sampler):
                 f"max_capacity: expected at least the {len(priorities)} elements of the state, got "
                 f"{self.max_capacity}. Make the sampler with the storage's max_size."
             )
-        alpha, beta = _at_least_zero("alpha", state_dict["alpha"]), _at_least_zero("beta", state_dict["beta"])
+        for name in ("alpha", "beta"):
+            _at_least_zero(name, state_dict[name])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`; where elements lie is known when a storage is followed next.
+
+        Raises:
+            ValueError: see :meth:`check_state`.
+        """
+        self.check_state(state_dict)
+        priorities = state_dict["priorities"].numpy(force=True).astype(np.float64)
+        waiting = [(index.clone(), priority.clone()) for index, priority in state_dict.get("waiting", ())]
+        largest = float(state_dict["largest"])
         self._reset()
-        self._low, self._high, self._loaded = low, high, priorities
-        self._largest = float(state_dict["largest"])
-        self._alpha, self._beta = alpha, beta
-        self._waiting = [(index.clone(), priority.clone()) for index, priority in state_dict.get("waiting", ())]
+        self._low, self._high, self._loaded = int(state_dict["low"]), int(state_dict["high"]), priorities
+        self._largest, self._waiting = largest, waiting
+        self._alpha, self._beta = float(state_dict["alpha"]), float(state_dict["beta"])
 
     def _place_loaded(self, priorities: Floats, storage: Storage) -> None:
         """Put priorities of positions, ``[(high - low) * columns]``, to the elements of a storage."""

@@ -180,13 +180,14 @@ class ReplayClient(ReplayBuffer):
         try:
             batch, info, ran_out = self._session.result(expected, None if limiter is None else limiter.ask_inserters)
         except BaseException:
-            self._drop_prefetched()
+            self.drop_prefetched()
             raise
         if limiter is not None:
             limiter.drew()
         return (batch.pin_memory() if self.pin_memory else batch), info, ran_out
 
-    def _drop_prefetched(self) -> None:
+    def drop_prefetched(self) -> None:
+        """See :meth:`ReplayBuffer.drop_prefetched`."""
         ahead, self._ahead = self._ahead, deque()
         for expected in ahead:
             self._session.abandon(expected)
@@ -251,14 +252,14 @@ class ReplayClient(ReplayBuffer):
 
     def empty(self, empty_write_count: bool = False) -> None:
         """See :meth:`ReplayBuffer.empty`."""
-        self._drop_prefetched()
+        self.drop_prefetched()
         self._session.ask("empty", empty_write_count)
 
     # Transforms and parts -----------------------------------------------------------------------------
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
         """See :meth:`ReplayBuffer.insert_transform`; a copy of it is applied in the service."""
-        self._drop_prefetched()
+        self.drop_prefetched()
         self._session.ask("insert_transform", index, dumps(transform), invert)
         self._num_transforms += 1
         return self
@@ -280,13 +281,13 @@ class ReplayClient(ReplayBuffer):
         self._set_part("set_storage", (storage, collate_fn))
 
     def _set_part(self, what: str, part: Any) -> None:
-        self._drop_prefetched()
+        self.drop_prefetched()
         self._info = self._session.ask(what, dumps(part))
         self._set_parts()
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """See :meth:`ReplayBuffer.set_rng`; the service goes on from the generator's state."""
-        self._drop_prefetched()
+        self.drop_prefetched()
         self._session.ask("set_rng", None if generator is None else generator.get_state())
 
     def check_shareable(self) -> None:
@@ -305,7 +306,7 @@ class ReplayClient(ReplayBuffer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`ReplayBuffer.load_state_dict`."""
-        self._drop_prefetched()
+        self.drop_prefetched()
         self._session.ask("load_state_dict", dict(state_dict))
 
     def dumps(self, path: str | Path) -> None:
@@ -314,7 +315,7 @@ class ReplayClient(ReplayBuffer):
 
     def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
         """See :meth:`ReplayBuffer.loads`; the folder is one of the service's machine."""
-        self._drop_prefetched()
+        self.drop_prefetched()
         self._session.ask("loads", str(Path(path).expanduser().absolute()), allow_pickle)
 
     dump = save = dumps

@@ -18,7 +18,7 @@ from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
 from rollwright.data.replay_buffers.storages.structures import mapped
 
-__all__ = ["SENT_REMEDY", "Storage"]
+__all__ = ["SENT_REMEDY", "Storage", "check_number"]
 
 SENT_REMEDY = (
     "Pass a LazyTensorStorage or LazyMemmapStorage to a buffer with shared=True, or make the buffer in the process "
@@ -419,14 +419,27 @@ class Storage(ABC):
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Hold what another storage held: the result of :meth:`state_dict`.
+        """Hold what another storage held: the result of :meth:`state_dict`. Where it raises, nothing has changed.
 
-        Inside ``self.ledger.changing_in_place()``, element i of ``"elements"`` is written at position ``"low" + i``;
-        then ``self.ledger.restore(state_dict)`` sets the positions. ``"elements"`` is None where there are none.
+        After :meth:`check_state`, inside ``self.ledger.restoring(state_dict)``, element i of ``"elements"`` is written
+        at position ``"low" + i``. ``"elements"`` is None where there are none.
         """
 
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        lacking = [name for name in ("low", "high", "elements", "ndim") if name not in state]
+    def check_state(self, state_dict: Any) -> None:
+        """Test that the storage takes a state of :meth:`state_dict`, before anything is changed.
+
+        Raises:
+            TypeError, KeyError: it is that of something else, or entries are missing.
+            ValueError: it does not fit.
+            RuntimeError: somebody is writing rows.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"state_dict: expected the state of a storage, a dictionary, got {type(state_dict).__name__}. Pass "
+                "what state_dict() gave."
+            )
+        state, names = state_dict, ("low", "high", "voids", "lost", "max_size", "ndim", "elements")
+        lacking = [name for name in names if name not in state]
         if lacking:
             raise KeyError(f"state_dict: expected that of a storage, got {sorted(state)}: {key_str(lacking)} missing.")
         needed = state["high"] - state["low"]
@@ -442,12 +455,26 @@ class Storage(ABC):
                 "Load a list of objects into a ListStorage, rows of tensors into a storage of tensors, and encoded "
                 "elements into a RaggedStorage."
             )
+        self.ledger.check_at_rest()
 
     def _takes(self, elements: Any) -> bool:
         """Whether elements of a state are of the kind that :meth:`read` gives."""
         if isinstance(self.read(np.zeros(0, np.int64)), list):
             return isinstance(elements, list)
         return isinstance(elements, torch.Tensor) or is_tensor_collection(elements)
+
+
+def check_number(state: Mapping[str, Any], expected: int, got: int) -> None:
+    """Test that a state has an element for each of its positions.
+
+    Raises:
+        ValueError: it has more, or fewer.
+    """
+    if got != expected:
+        raise ValueError(
+            f"state_dict: expected {expected} elements for the positions {state['low']} to {state['high']}, got {got}. "
+            "Pass what state_dict() gave."
+        )
 
 
 def _share_and_send(storage: Storage) -> Any:

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from rollwright._keys import NestedKey, leaf_keys
 from rollwright._processes.pickling import is_sending
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
-from rollwright.data.replay_buffers.storages.base import SENT_REMEDY, Storage
+from rollwright.data.replay_buffers.storages.base import SENT_REMEDY, Storage, check_number
 from rollwright.data.replay_buffers.storages.batches import items_of, positive
 from rollwright.data.replay_buffers.storages.structures import is_structure, mapped
 from rollwright.data.specs.shapes import usable_device
@@ -133,11 +133,15 @@ class ListStorage(Storage):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`Storage.load_state_dict`."""
-        self._check_state(state_dict)
-        with self.ledger.changing_in_place():
-            for position, item in enumerate(state_dict["elements"] or (), state_dict["low"]):
-                self._put(position % self.max_size, item)
-            self.ledger.restore(state_dict)
+        self.check_state(state_dict)
+        found = [(_copied(item, self._device),) for item in state_dict["elements"] or ()]
+        with self.ledger.restoring(state_dict):
+            self._items = {n % self.max_size: item for n, item in enumerate(found, state_dict["low"])}
+
+    def check_state(self, state_dict: Any) -> None:
+        """See :meth:`Storage.check_state`."""
+        super().check_state(state_dict)
+        check_number(state_dict, state_dict["high"] - state_dict["low"], len(state_dict["elements"] or ()))
 
     def __repr__(self) -> str:
         limit = "" if self.max_size == _UNLIMITED else f", max_size={self.max_size}"

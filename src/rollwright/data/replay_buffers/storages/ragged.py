@@ -13,7 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 from rollwright._keys import NestedKey, key_str
 from rollwright.data.encoding import Decoder, Encoded, PackedRows, encode, pack_rows
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
-from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.base import Storage, check_number
 from rollwright.data.replay_buffers.storages.batches import batches_of, items_of, positive
 from rollwright.data.replay_buffers.storages.encoded_rows import EncodedRows, PrivateRows, SharedRows
 
@@ -207,22 +207,31 @@ class RaggedStorage(Storage):
         Raises:
             DamagedFileError: the elements are damaged.
         """
-        self._check_state(state_dict)
-        found = state_dict["elements"]
-        low, high = state_dict["low"], state_dict["high"]
+        super().check_state(state_dict)
+        rows = self._saved_rows(state_dict)
+        skipped = max(0, len(rows) - self.capacity)
+        with self.ledger.restoring(state_dict):
+            self._rows.load(state_dict["low"] + skipped, rows[skipped:])
+
+    def check_state(self, state_dict: Any) -> None:
+        """See :meth:`Storage.check_state`.
+
+        Raises:
+            DamagedFileError: the elements are damaged.
+        """
+        super().check_state(state_dict)
+        self._saved_rows(state_dict)
+
+    @staticmethod
+    def _saved_rows(state: Mapping[str, Any]) -> Sequence[Any]:
+        found = state["elements"]
         rows: Sequence[Any] = ()
         if isinstance(found, Mapping) and not is_tensor_collection(found):
             rows = list(PackedRows.of(found))
         elif found is not None:
             rows = [_encoded(item) for item in items_of(found, 0)]
-        if len(rows) != high - low:
-            raise ValueError(
-                f"state_dict: expected {high - low} elements for the positions {low} to {high}, got {len(rows)}."
-            )
-        skipped = max(0, len(rows) - self.capacity)
-        with self.ledger.changing_in_place():
-            self._rows.load(low + skipped, rows[skipped:])
-            self.ledger.restore(state_dict)
+        check_number(state, state["high"] - state["low"], len(rows))
+        return rows
 
     @staticmethod
     def elements_of_state(state_dict: Mapping[str, Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 from rollwright._keys import NestedKey, key_str, leaves, place
 from rollwright.data.compact import is_table, without_table
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
-from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.base import Storage, check_number
 from rollwright.data.replay_buffers.storages.batches import batches_of, no_objects, positive
 from rollwright.data.replay_buffers.storages.builder import TensorDictBuilder
 from rollwright.data.replay_buffers.storages.columns import Column
@@ -485,10 +485,13 @@ class RowStorage(Storage):
         """
         dim = self.ndim - 1 if dim is None else dim
         schema = self._allocate(rest, dim, fields, batch, form)
+        self._check_fields(schema, fields, rest, dim, form)
+        return schema
+
+    def _check_fields(self, schema: Schema, fields: Any, rest: tuple[int, ...], dim: int, form: Form) -> None:
         lead = (*rest[:dim], 0, *rest[dim:])
         blank = {key: torch.empty((*lead, *shape), dtype=dtype) for key, (shape, dtype) in fields.items()}
         self._check(schema, _Parts(blank, lead, form), dim)
-        return schema
 
     def publish(self, reservation: Reservation, gaps: Iterable[tuple[int, int]] = ()) -> None:
         """Let everyone read the rows; see :meth:`Ledger.publish`."""
@@ -560,25 +563,55 @@ class RowStorage(Storage):
         return {**super()._state(low, high), **form}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`Storage.load_state_dict`."""
-        self._check_state(state_dict)
-        elements, low, high = state_dict["elements"], state_dict["low"], state_dict["high"]
-        if elements is not None:
-            rest = tuple(state_dict["rest"])
-            rows = elements.reshape(high - low, *rest, *elements.shape[1:])
-            dim = state_dict["dim_extend"]
-            entries = self._parts(rows, self.ndim, "load").entries
-            if dim:
-                entries = {key: value.movedim(0, dim) for key, value in entries.items()}
-            fields = {key: (tuple(value.shape[self.ndim :]), value.dtype) for key, value in entries.items()}
-            self.settle(fields, rest, dim, _batch_of(elements)[1:], state_dict.get("form"))
-        with self.ledger.changing_in_place():
-            if elements is not None:
+        """See :meth:`Storage.load_state_dict`.
+
+        Raises:
+            OSError: the disk, or memory, is full.
+        """
+        self.check_state(state_dict)
+        saved, low, high = self._saved_rows(state_dict), state_dict["low"], state_dict["high"]
+        if saved is not None:
+            entries, dim, schema = saved
+            self.settle(schema.fields, schema.rest, dim, schema.batch, schema.form)
+        with self.ledger.restoring(state_dict):
+            if saved is not None:
                 self._memory.make_space(high)
                 skipped = max(0, high - low - self.capacity)
                 kept = {key: value.narrow(dim, skipped, high - low - skipped) for key, value in entries.items()}
                 self._write(low + skipped, high - low - skipped, kept, dim)
-            self.ledger.restore(state_dict)
+
+    def check_state(self, state_dict: Any) -> None:
+        """See :meth:`Storage.check_state`."""
+        super().check_state(state_dict)
+        saved, held = self._saved_rows(state_dict), self._settled()
+        if saved is None or held is None:
+            return
+        schema, alike = saved[2], (held.rest, held.dim_extend)
+        if not self._holds_nothing or (schema.rest, schema.dim_extend) != alike:
+            self._check_fields(held, schema.fields, schema.rest, schema.dim_extend, schema.form)
+
+    def _saved_rows(self, state: Mapping[str, Any]) -> tuple[dict[NestedKey, torch.Tensor], int, Schema] | None:
+        """Entries of a saved storage, the dimension of them that rows are, and what a row holds; None: there are none.
+
+        Raises:
+            KeyError, ValueError, TypeError: there is no element for each position, or they are no rows.
+        """
+        elements, count = state["elements"], state["high"] - state["low"]
+        if elements is None:
+            check_number(state, count, 0)
+            return None
+        lacking = [name for name in ("rest", "dim_extend") if name not in state]
+        if lacking:
+            raise KeyError(f"state_dict: expected that of a {type(self).__name__}: {key_str(lacking)} missing.")
+        rest, dim = tuple(state["rest"]), state["dim_extend"]
+        check_number(state, count * math.prod(rest), len(elements))
+        rows = elements.reshape(count, *rest, *elements.shape[1:])
+        entries = self._parts(rows, self.ndim, "load").entries
+        if dim:
+            entries = {key: value.movedim(0, dim) for key, value in entries.items()}
+        fields = {key: (tuple(value.shape[self.ndim :]), value.dtype) for key, value in entries.items()}
+        batch, form = _batch_of(elements)[1:], state.get("form")
+        return entries, dim, Schema(self._requested_size, self.ndim, count, rest, dim, fields, batch, form)
 
     def __repr__(self) -> str:
         shape = "not settled yet" if not self.initialized else f"{self.capacity} rows of {list(self.rest)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -96,7 +97,15 @@ class PolicyVersion(Transform):
         return {"version": self.version, "first": self._first, "updates": self._updates}
 
     def set_extra_state(self, state: Any) -> None:
-        """Go on from a saved version."""
+        """Go on from a saved version.
+
+        Raises:
+            TypeError, KeyError: it is the state of something else.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state: expected that of a PolicyVersion, a dictionary, got {type(state).__name__}.")
+        if "version" not in state:
+            raise KeyError(f"state: expected 'version' among the entries of a PolicyVersion, got {sorted(state)}.")
         self.version = state["version"]
         self._first, self._updates = state.get("first", self.version), state.get("updates", 0)
 
