@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from rollwright._foreign import is_torchrl_spec
 from rollwright._keys import NestedKey, unravel
 from rollwright.data.specs import Binary, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
+from rollwright.data.specs.discrete import DiscreteSpec, choices
 from rollwright.data.specs.torchrl import from_torchrl
 
 __all__ = ["RandomPolicy", "missing_batch"]
@@ -62,8 +66,35 @@ class RandomPolicy:
         if self.action_spec is None:
             self.action_spec = env.full_action_spec
 
+    def with_masks_of(self, env: Any) -> RandomPolicy:
+        """A policy that keeps to what ``env`` allows at each step, with the spec of another one of the same make."""
+        spec: Any = self.action_spec
+        if not isinstance(spec, TensorSpec) or spec is env.full_action_spec:
+            return self
+        if isinstance(spec, Composite) and not spec.shape:
+            spec = spec.expand(env.batch_size)
+        own = choices(spec if isinstance(spec, Composite) else Composite({self.action_key: spec}, shape=()))
+        live = {
+            key: leaf
+            for key, leaf in choices(env.full_action_spec).items()
+            if key in own and leaf is not own[key] and leaf.same_kind(own[key])
+        }
+        if not live:
+            return self
+        new = copy.copy(self)
+        new.action_spec = spec.clone()
+        for key, leaf in live.items():
+            mine: Any = new.action_spec[key] if isinstance(spec, Composite) else new.action_spec
+            mine.follow_mask(partial(_either, leaf, own[key].mask))
+        return new
+
     def __repr__(self) -> str:
         return f"RandomPolicy(action_spec={self.action_spec})"
+
+
+def _either(leaf: DiscreteSpec, mask: Tensor | None) -> Tensor | None:
+    now = leaf.mask
+    return mask if now is None else now
 
 
 def missing_batch(spec: TensorSpec, batch: torch.Size) -> torch.Size:

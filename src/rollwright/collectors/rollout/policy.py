@@ -52,6 +52,7 @@ def _made(policy: Any, options: CollectorOptions, env: EnvBase) -> Any:
         return RandomPolicy(env.full_action_spec)
     if isinstance(policy, RandomPolicy):
         policy.set_action_spec_from_env(env)
+        policy = policy.with_masks_of(env)
     check_policy(policy)
     set_exploration_modules_spec_from_env(policy, env)
     return policy

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollwright._keys import NestedKey
 from rollwright.data.specs.leaf import DenseSpec
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
 from rollwright.data.specs.spaces import OutcomeSpace
@@ -17,9 +19,11 @@ from rollwright.errors import SpecError
 __all__ = [
     "Categorical",
     "DiscreteSpec",
+    "MaskOf",
     "OneHot",
     "SingleChoice",
     "check_capacity",
+    "choices",
     "draw",
     "one_hot",
     "to_outcomes",
@@ -35,8 +39,40 @@ class DiscreteSpec(DenseSpec):
             know of it.
     """
 
-    mask: Tensor | None
     start: Any
+
+    _mask: Tensor | None = None
+    _find_mask: Callable[[], Tensor | None] | None = None
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Which outcomes are allowed, bool, of the shape of a one-hot sample; None: all."""
+        return self._mask if self._find_mask is None else self._find_mask()
+
+    @mask.setter
+    def mask(self, mask: Tensor | None) -> None:
+        self._mask, self._find_mask = mask, None
+
+    def follow_mask(self, find: Callable[[], Tensor | None]) -> None:
+        """Have the mask that ``find()`` returns, whenever it is read, until one is set; copies have the one of now."""
+        self._find_mask = find
+
+    @property
+    def follows_mask(self) -> bool:
+        """Whether the mask is that of another object, see :meth:`follow_mask`."""
+        return self._find_mask is not None
+
+    def held_mask(self) -> Callable[[], None]:
+        """A function that makes the mask what it is now, whatever it followed or was set to since."""
+        held = self._mask, self._find_mask
+
+        def put_back() -> None:
+            self._mask, self._find_mask = held
+
+        return put_back
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_mask": self.mask, "_find_mask": None}
 
     @property
     @abc.abstractmethod
@@ -144,6 +180,32 @@ class DiscreteSpec(DenseSpec):
     def _describe(self) -> list[str]:
         shown = super()._describe()
         return shown if self.mask is None else [*shown, "masked=True"]
+
+
+def choices(spec: Any) -> dict[NestedKey, DiscreteSpec]:
+    """The specs in a Composite that may have a mask, by key."""
+    return {key: leaf for key, leaf in spec.leaves().items() if isinstance(leaf, DiscreteSpec)}
+
+
+class MaskOf:
+    """The mask that an action has now in a Composite.
+
+    Args:
+        find: returns the Composite, which may be another one each time.
+        key: of the action.
+    """
+
+    def __init__(self, find: Callable[[], Any], key: NestedKey) -> None:
+        self._find, self._key = find, key
+        self._spec: Any = None
+        self._leaf: Any = None
+
+    def __call__(self) -> Tensor | None:
+        """The mask; None: all is allowed."""
+        spec = self._find()
+        if spec is not self._spec:
+            self._spec, self._leaf = spec, spec[self._key]
+        return self._leaf.mask  # type: ignore[no-any-return]
 
 
 def draw(mask: Tensor, sizes: tuple[int, ...]) -> Tensor:

@@ -133,7 +133,7 @@ class ProcessSlots(Slots):
 
     def move(self, device: torch.device | str | int) -> None:
         """See :class:`Slots`."""
-        self.facts = self._ask(calls.move, device)
+        self.facts[:] = self._ask(calls.move, device)
 
     def call_in_hosts(self, function: Callable[..., object]) -> None:
         """See :class:`Slots`."""

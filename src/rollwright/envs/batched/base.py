@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import operator
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import Tensor
 
+from rollwright._keys import NestedKey
 from rollwright._seeding import seed_torch
+from rollwright.data.specs import Composite, StackedComposite
+from rollwright.data.specs.discrete import choices
 from rollwright.envs.base import EnvBase
 from rollwright.envs.each import EACH, renamed
 from rollwright.envs.factories import (
@@ -58,6 +64,25 @@ class BatchedEnv(EnvBase):
         self.openings = 1  # how often environments were made
         self._moved_to: torch.device | None = None
         self._ragged = any(is_ragged(getattr(self, f"full_{name}_spec")) for name in SPECS)
+
+    def _finalize(self) -> None:
+        super()._finalize()
+        self._follow_masks()
+
+    def _follow_masks(self) -> None:
+        """Let actions have the masks that their environments set."""
+        spec = self.full_action_spec
+        if isinstance(spec, StackedComposite):
+            for row, own in enumerate(spec.specs):
+                for key, leaf in choices(own).items():
+                    leaf.follow_mask(_Masks(self, key, row))
+        else:
+            for key, leaf in choices(spec).items():
+                leaf.follow_mask(_Masks(self, key))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._follow_masks()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close all environments. A second call raises unless ``raise_if_closed=False``.
@@ -113,6 +138,7 @@ class BatchedEnv(EnvBase):
     def to(self, device: torch.device | str | int | None) -> Self:  # type: ignore[override]
         """Move the environments and the batch; returns the environment."""
         super().to(device)
+        self._follow_masks()
         self._moved_to = self.device if device is not None else self._moved_to
         return self
 
@@ -173,6 +199,39 @@ class BatchedEnv(EnvBase):
 
     def start(self) -> None:
         """No effect: the environments are there from the beginning, and are recreated by a reset after close()."""
+
+
+class _Masks:
+    """The masks that the environments of a batch have set for an action, stacked; None: none has.
+
+    Args:
+        env: the batch.
+        key: of the action.
+        row: of the environment whose mask is meant; None: all.
+    """
+
+    def __init__(self, env: BatchedEnv, key: NestedKey, row: int | None = None) -> None:
+        self._row = row
+        self._env, self._key = weakref.ref(env), key  # who drops the batch ends its processes
+        self._specs: list[Composite] = []
+        self._leaves: list[Any] = []
+
+    def __call__(self) -> Tensor | None:
+        env = self._env()
+        if env is None:
+            return None
+        parts = env.known_parts()
+        specs = [part.full_spec("action") for part in (parts if self._row is None else [parts[self._row]])]
+        if not (len(specs) == len(self._specs) and all(map(operator.is_, specs, self._specs))):
+            self._specs, self._leaves = specs, [spec[self._key] for spec in specs]
+        masks = [leaf.mask for leaf in self._leaves]
+        found: Tensor | None = next((mask for mask in masks if mask is not None), None)
+        if found is None:
+            return None
+        everything = torch.ones_like(found)
+        device = found.device if env.device is None else env.device
+        rows = [(everything if mask is None else mask).to(device) for mask in masks]
+        return torch.stack(rows, 0) if self._row is None else rows[0]
 
 
 def _entries(part: Any) -> dict[Any, Any]:

@@ -67,7 +67,7 @@ class RemoteEnvs(IndexedEnvs):
     def to(self, device: torch.device | str | int | None) -> Self:  # type: ignore[override]
         """Move the environments and the batch; returns the environment."""
         if device is not None:
-            self._facts = list(self._ask(calls.move, device).values())
+            self._facts[:] = self._ask(calls.move, device).values()
         super().to(device)
         return self
 

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from rollwright._foreign import is_torchrl_transform
 from rollwright._keys import key_str
 from rollwright.data.specs import Composite, TensorSpec
+from rollwright.data.specs.discrete import DiscreteSpec
 from rollwright.envs.base import EnvBase
 from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.checkpoint.snapshot import Drawn, draw_generators, dump, gym_parts, load
@@ -100,7 +101,7 @@ def save_env(env: EnvBase) -> EnvCheckpoint:
     state: dict[str, Any] = {
         "makes": {path: _make(part) for path, part in parts.items()},
         "tensors": {name: _copied(tensor) for name, tensor in _tensors(parts) if tensor is None or not is_lazy(tensor)},
-        "masks": {name: _copied(spec.mask) for name, spec in _masked(parts)},
+        "masks": {name: _copied(spec.mask) for name, spec in _choices(parts) if not spec.follows_mask},
         "attributes": torch.frombuffer(bytearray(pickled), dtype=torch.uint8),
     }
     if stateful:
@@ -155,7 +156,7 @@ def unchanged_if_it_raises(module: nn.Module, *, always: bool = False) -> Iterat
     before = [(own, dict(own)) for own in owns]
     made = [tensor for _, tensor in _tensors(parts) if tensor is not None and not is_lazy(tensor)]
     tensors = [(tensor, tensor.data, tensor.detach().clone()) for tensor in made]
-    masks = [(spec, spec.mask) for _, spec in _masked(parts)]
+    masks = [spec.held_mask() for _, spec in _choices(parts)]
     extra = [(part, deepcopy(part.get_extra_state())) for part in parts.values() if _has_extra_state(part)]
     stateful = [(holder, deepcopy(dict(holder.state_dict()))) for holder in _stateful(parts).values()]
     remote = [(part, part.save_remote()[0]) for _, part in _elsewhere(parts)]
@@ -170,8 +171,8 @@ def unchanged_if_it_raises(module: nn.Module, *, always: bool = False) -> Iterat
                 own.update(was)
             for tensor, data, value in tensors:
                 tensor.data = data.copy_(value)
-            for spec, mask in masks:
-                spec.mask = mask
+            for put_back in masks:
+                put_back()
             for part, state in extra:
                 part.set_extra_state(state)
             for holder, state in stateful:
@@ -194,7 +195,7 @@ def _load(env: EnvBase, state: Mapping[str, Any], state_dict: Mapping[str, Any] 
     if state_dict is not None:
         env.load_state_dict(state_dict, **kwargs)
         _put_tensors(parts, state["tensors"])  # a state_dict is live: it may be of a later time
-    for name, spec in _masked(parts):
+    for name, spec in _choices(parts):
         if name in state["masks"]:
             spec.mask = _copied(state["masks"][name])
     try:
@@ -336,8 +337,9 @@ def _specs(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, TensorSpec]]:
                 yield f"{path}:{kind}:{key!r}", spec
 
 
-def _masked(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
-    return ((name, spec) for name, spec in _specs(parts) if hasattr(spec, "mask") and not isinstance(spec, Composite))
+def _choices(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, DiscreteSpec]]:
+    """Specs that may have a mask, by name."""
+    return ((name, spec) for name, spec in _specs(parts) if isinstance(spec, DiscreteSpec))
 
 
 def _copied(tensor: Tensor | None) -> Tensor | None:

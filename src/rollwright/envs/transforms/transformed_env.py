@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import gymnasium
@@ -12,6 +13,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import leaf_keys
 from rollwright.data.specs import Composite, TensorSpec
+from rollwright.data.specs.discrete import MaskOf, choices
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase, register_extension
 from rollwright.envs.libs.foreign import as_env, as_maker, remedy_for
@@ -223,10 +225,19 @@ class TransformedEnv(WrapperEnv):
             raise EnvError(f"{self}: transform_{kind} raised AttributeError: {error}") from error
         self._full_specs.update({name: changed[f"full_{name}_spec"] for name in names})
         if names is not OUTPUTS:
-            _share_masked(self.base_env.full_action_spec, self._full_specs["action"])
+            self._follow_masks()
         if self.is_spec_locked:
             for name in names:
                 self._full_specs[name].lock_()
+
+    def _follow_masks(self) -> None:
+        """Let actions that are the base environment's have the masks that it sets with each step."""
+        own = self._full_specs.get("action")
+        theirs = {} if own is None else choices(self.base_env.full_spec("action"))
+        for key, leaf in theirs.items():
+            mine: Any = None if own is None else own.get(key, None)
+            if mine == leaf:
+                mine.follow_mask(MaskOf(partial(self.base_env.full_spec, "action"), key))
 
     def set_full_spec(self, name: str, spec: TensorSpec) -> None:
         """An error: specs follow from the base environment and the transform."""
@@ -277,17 +288,10 @@ class TransformedEnv(WrapperEnv):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.transform.set_container(self)
+        self._follow_masks()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.base_env!r}, {self.transform!r})"
 
 
 register_extension("append_transform", TransformedEnv)
-
-
-def _share_masked(of_base: Composite, spec: Composite) -> None:
-    """Let actions that are the base environment's have its specs: it sets their masks with each step."""
-    for key in of_base.leaves():
-        leaf = of_base[key]
-        if getattr(leaf, "mask", None) is not None and spec.get(key, None) == leaf:
-            spec.set(key, leaf)

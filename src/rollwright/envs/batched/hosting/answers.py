@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rollwright._processes.failures import ExceptionInfo
@@ -71,7 +73,7 @@ class Answers:
     """State that is gathered from all answers, taken or not.
 
     Args:
-        num_rows: number of environments.
+        described: what is known of each environment; the masks of its actions are kept as they are now.
 
     Attributes:
         marks: int64 ``[num_rows]``: the ticket that was finished last in each row, as its process has written it.
@@ -80,8 +82,9 @@ class Answers:
         counts: how many answers each process has sent.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.marks: NDArray[np.int64] = np.zeros(num_rows, np.int64)
+    def __init__(self, described: Sequence[Any]) -> None:
+        self._described = described
+        self.marks: NDArray[np.int64] = np.zeros(len(described), np.int64)
         self.structures: dict[tuple[str, int], OutcomeStructure] = {}
         self.recreation_policies: dict[int, RecreationPolicy] = {}
         self.counts: dict[int, int] = {}
@@ -92,6 +95,9 @@ class Answers:
             self.structures.update(reply.structures)
         if reply.recreation_policies:
             self.recreation_policies.update(reply.recreation_policies)
+        for (row, key), mask in (reply.masks or {}).items():
+            spec = self._described[row].full_spec("action")[key]
+            spec.mask = None if mask is None else torch.from_numpy(mask).to(spec.device)
         self.counts[process] = self.counts.get(process, 0) + 1
         return Answer(reply.ticket, reply)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -59,6 +59,10 @@ class EnvFacts(NamedTuple):
     full_reward_spec: Composite
     full_done_spec: Composite
     text: str
+
+    def full_spec(self, name: str) -> Composite:
+        """``full_<name>_spec``."""
+        return cast(Composite, getattr(self, f"full_{name}_spec"))
 
 
 class ArrayFacts(NamedTuple):

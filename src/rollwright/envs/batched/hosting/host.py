@@ -19,6 +19,8 @@ from rollwright._keys import NestedKey, as_tuple
 from rollwright._memory import Segment
 from rollwright._processes.channel import ByValue, Channel
 from rollwright._seeding import seed_torch
+from rollwright.data.specs import Composite
+from rollwright.data.specs.discrete import DiscreteSpec, choices
 from rollwright.envs.arrays import FLAGS, ArrayEnv, UnfitOutcome, array_form
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.hosting.array_outcomes import check_presets, structure_of
@@ -74,6 +76,9 @@ class Hosted:
     ) -> None:
         self.row = row
         self._arrays: ArrayEnv | None = None
+        self._spec: Composite | None = None
+        self._choices: dict[NestedKey, DiscreteSpec] = {}
+        self._sets_masks = False
         self.env = made(row, maker)
         if recreated is not None:
 
@@ -99,6 +104,17 @@ class Hosted:
         if self._arrays is None or rebuild:
             self._arrays = array_form(self.env, unfit=True)
         return self._arrays
+
+    def masks(self) -> dict[NestedKey, Any]:
+        """The masks of actions, by key, bool arrays; none before the environment has set one."""
+        spec = self.env.full_action_spec
+        if spec is not self._spec:
+            self._spec, self._choices = spec, choices(spec)
+        masks = {key: leaf.mask for key, leaf in self._choices.items()}
+        self._sets_masks = self._sets_masks or any(mask is not None for mask in masks.values())
+        if not self._sets_masks:
+            return {}
+        return {key: None if mask is None else mask.numpy(force=True) for key, mask in masks.items()}
 
 
 class _Host:
@@ -145,8 +161,14 @@ class _Host:
             structures=self._changed or None,
             rest=ByValue(self._left) if self._left else None,
             unfit=self._unfit or None,
+            masks=self._masks(command.rows) or None,
         )
         self._channel.send(reply, timeout_s=math.inf)  # the other side may be busy for long
+
+    def _masks(self, rows: Some) -> dict[tuple[int, NestedKey], Any]:
+        """The masks that environments have set for actions."""
+        found = ((hosted.row, hosted.masks()) for hosted in self._hosted(rows))
+        return {(row, key): mask for row, masks in found for key, mask in masks.items()}
 
     def _set_layout(self, command: SetLayout) -> None:
         if command.forget:

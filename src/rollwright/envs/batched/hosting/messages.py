@@ -142,6 +142,7 @@ class Reply(NamedTuple):
         structures: by ``"step"`` or ``"reset"`` and row, where it differs from the reply before.
         rest: by row: a TensorDict of what is not in shared rows.
         values: of :class:`CallFunction`, by row; pickled with :mod:`cloudpickle`.
+        masks: of actions, by row and key, where environments have set some.
         unfit: by row: why an outcome on arrays is a TensorDict, as those of :class:`StepRows` and :class:`ResetRows`.
     """
 
@@ -153,6 +154,7 @@ class Reply(NamedTuple):
     rest: ByValue | None = None
     values: bytes | None = None
     unfit: dict[int, str] | None = None
+    masks: dict[tuple[int, NestedKey], Any] | None = None
 
 
 def as_raised(row: int, error: BaseException) -> RowFailure:

@@ -96,12 +96,12 @@ class EnvProcesses:
         self.num_processes = num_processes
         self.rows = [tuple(range(process, len(makers), num_processes)) for process in range(num_processes)]
         self._segment = Segment()
-        self._answers = Answers(len(makers))
+        self.described: list[Any] = [None] * len(makers)
+        self._answers = Answers(self.described)
         self._pool = Pool(num_processes, self._answers.received, only_answers=True)
         self._discarded: set[int] = set()  # tickets whose answers are awaited before the next command, and dropped
         self._outcomes: Layout[NestedKey] | None = None
         self._inputs = InputLayouts(self._segment, num_processes)
-        self.described: list[Any] = [None] * len(makers)
         try:
             self.start(range(num_processes))
         except BaseException:
