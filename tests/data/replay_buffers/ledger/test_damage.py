@@ -257,8 +257,8 @@ def test_a_process_killed_between_two_stores_leaves_no_damage(tmp_path):
     """The numbers of the ledger as they are after each single store of reserve, publish, abandon and clear."""
     storage = LazyMemmapStorage(SIZE, scratch_dir=tmp_path / "rows")
     storage.append(rows(5))
-    seen: list[bytes] = []
-    memory = storage.ledger._memory
+    seen: list[tuple[bytes, bytes]] = []
+    memory, tail = storage.ledger._memory, storage._memory._tail
 
     class Recorded:
         def __init__(self, numbers: memoryview) -> None:
@@ -269,7 +269,7 @@ def test_a_process_killed_between_two_stores_leaves_no_damage(tmp_path):
 
         def __setitem__(self, at: int, value: int) -> None:
             self.numbers[at] = value
-            seen.append(bytes(memory[: Ledger.num_bytes]))
+            seen.append((bytes(memory[: Ledger.num_bytes]), bytes(tail)))
 
     ledger = storage.ledger
     gaps, reservations = ledger._gaps, ledger._reservations
@@ -289,6 +289,6 @@ def test_a_process_killed_between_two_stores_leaves_no_damage(tmp_path):
     file = tmp_path / "other" / ROWS_FILE
     file.parent.mkdir()
     whole = (tmp_path / "rows" / ROWS_FILE).read_bytes()
-    for numbers in seen:
-        file.write_bytes(whole[:_PAGE] + numbers + whole[_PAGE + Ledger.num_bytes :])
+    for numbers, behind in seen:
+        file.write_bytes(whole[:_PAGE] + numbers + whole[_PAGE + Ledger.num_bytes : -len(behind)] + behind)
         LazyMemmapStorage(scratch_dir=file.parent, existsok=True)

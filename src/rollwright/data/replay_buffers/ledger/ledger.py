@@ -94,6 +94,8 @@ class Ledger:
     Attributes:
         space: of the rows, which is taken before they are reserved; None: it is there.
         on_reserve: called with the first position of each reservation of this process, under the lock; None: nothing.
+        before_rows_change: called under the lock before rows that were published change, or are reserved, and after
+            they have changed; None: nothing.
         end: where the last reservation ends.
         writing: see :meth:`RowLock.writing`.
 
@@ -125,6 +127,7 @@ class Ledger:
         self.timeout_s = timeout_s
         self.space: Space | None = None
         self.on_reserve: Callable[[int], None] | None = None
+        self.before_rows_change: Callable[[], None] | None = None
         self._threads: dict[int, int] = {}  # of this process that reserved what is in progress, by serial
         self._keep_in(memory)
         self.capacity: int = self._head[CAPACITY]
@@ -422,6 +425,7 @@ class Ledger:
             room.find(start, start + n)
         taken = self._reservations.add(start, start + n)
         self._threads[taken.serial] = threading.get_ident()
+        self._rows_change()
         if self.on_reserve is not None:
             self.on_reserve(start)
         if room is not None:
@@ -488,12 +492,18 @@ class Ledger:
         head = self._head
         with self.writing():
             head[REVISION] += 1 + head[REVISION] % 2
+            self._rows_change()
             fence()
             try:
                 yield
             finally:
                 fence()
                 head[REVISION] += 1
+                self._rows_change()
+
+    def _rows_change(self) -> None:
+        if self.before_rows_change is not None:
+            self.before_rows_change()
 
     def clear(self) -> None:
         """Drop all that is published; what is written next begins at the first row, unless somebody is writing now."""
@@ -503,6 +513,7 @@ class Ledger:
                 self._pass_over(-self.end() % self.capacity)
             self._set_base(self.end())
             self._head[REVISION] += 2
+            self._rows_change()
 
     def _pass_over(self, n: int) -> None:
         """Let positions hold nothing, as those of a reservation that was abandoned."""
@@ -521,6 +532,14 @@ class Ledger:
     def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Views of header, slots of reservations ``[NUM_SLOTS, 4]`` and gaps ``[NUM_GAPS, 4]``."""
         return np.frombuffer(self._head, np.int64), self._reservations.array(), self._gaps.array
+
+    def drop_below(self, low: int) -> int:
+        """Drop what is published below a position; returns how many were. For use while writing."""
+        before = self.num_live()
+        low_now, high = self.live()
+        if low > low_now:
+            self._set_base(min(low, high))
+        return before - self.num_live()
 
     def repair_base(self) -> None:
         """Finish what a process was killed at between the two stores of the base. For use while writing."""

@@ -7,8 +7,10 @@ import json
 import math
 import mmap
 import os
+import weakref
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -31,7 +33,9 @@ _MARK = b"rollwright rows 1\n"
 _SCHEMA_ROOM = 1 << 18
 _PAGE, _HUGE_PAGE = 4096, 1 << 21
 _SPACE_AT = 64  # in the first page, behind the mark
-_CHECKS_AT = _SPACE_AT + Space.num_bytes  # 1 in files whose numbers were written twice from the first on
+# 1 in files whose numbers were written twice from the first on; 2 in those that have some behind their rows, too
+_CHECKS_AT = _SPACE_AT + Space.num_bytes
+_TAIL_BYTES = 16
 _HEAD = _PAGE + Ledger.num_bytes + _SCHEMA_ROOM
 # The number before the texts of schemas: the length of the one that counts, where it is, and its checksum.
 _LENGTH, _SECOND = (1 << 31) - 1, 1 << 31
@@ -104,6 +108,11 @@ class Schema(NamedTuple):
     def layout(self) -> Layout[NestedKey]:
         """Where each entry lies in a file: from the start of a page."""
         return Layout.of(((key, self.shape_of(key), dtype) for key, (_, dtype) in self.fields.items()), _HEAD, _PAGE)
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of a file, with the numbers behind the rows."""
+        return self.layout.end + _TAIL_BYTES
 
 
 class Memory(ABC):
@@ -225,12 +234,17 @@ class SharedMemory(Memory):
     A second one is locked. Processes map the file once its schema is there, so it may come with the first row, from
     any of them.
 
+    Behind the rows, the end of the last reservation and the revision of the ledger are written once more, before rows
+    change. Whoever copies the file while others write reads it from the beginning to the end, so the copy's second
+    numbers say which of the rows that its ledger holds may have been overwritten meanwhile.
+
     Args:
         folder: None for memory without a name.
         on_disk: whether memory without a name is a file too.
 
     Attributes:
         num_dropped: rows that were being written by a process that is dead when this one came.
+        num_overwritten: rows that were overwritten while this file was copied.
     """
 
     shared = True
@@ -270,11 +284,15 @@ class SharedMemory(Memory):
         self._schema: Schema | None = None
         self._settled = 0  # the number before the texts when the schema was read
         self._tensors: dict[NestedKey, torch.Tensor] = {}
+        self._tail: memoryview | None = None
+        self.num_overwritten = 0
         self.ledger = Ledger(rows.map(_PAGE, Ledger.num_bytes), row_lock)
         self._space = self.ledger.space = Space(rows, self._mark[_SPACE_AT : _SPACE_AT + Space.num_bytes].cast("q"))
         if rows.path is not None or not self._space.is_of_this_file():
             with self.ledger.writing():
                 self._open()
+                if rows.path is not None:
+                    self.ledger.before_rows_change = _weakly(self._note_end)
         lost = self.ledger.num_lost
         self.ledger.settle()
         self.num_dropped = self.ledger.num_lost - lost
@@ -283,12 +301,36 @@ class SharedMemory(Memory):
         """Make the file ready for use, once; test what it says of itself. For use while writing."""
         ready = self._space.is_of_this_file()
         if bytes(self._mark[: len(_MARK)]) != _MARK:
-            self._has_checks[0] = 1
+            self._has_checks[0] = 2
             self._mark[: len(_MARK)] = _MARK
-        self._check()
+        schema = self._check()
         self.ledger.repair_base()
+        if schema is not None and self._has_checks[0] > 1:
+            if not ready:
+                self._rows.allocate(schema.layout.end, _TAIL_BYTES)
+                self._check_copy(schema)
+            self._note_end()
         if not ready:
             self._space.begin()
+
+    def _check_copy(self, schema: Schema) -> None:
+        """Drop rows that were overwritten while this file was copied. For use while writing.
+
+        Raises:
+            DamagedFileError: any may have changed.
+        """
+        end, revision = self._rows.map(schema.layout.end, _TAIL_BYTES).cast("q")
+        if revision > self.ledger.revision or revision % 2:  # less: a process was killed between the two stores
+            raise DamagedFileError(
+                f"{self._rows.name} was copied while rows were replaced in it, and holds some of before and some of "
+                "after that. Copy the folder while nobody writes, or use dumps(), which others may write beside."
+            )
+        self.num_overwritten = self.ledger.drop_below(end - schema.capacity)
+
+    def _note_end(self) -> None:
+        """Write the end of the last reservation, and the revision, behind the rows. For use while writing."""
+        if self.schema() is not None and self._tail is not None:
+            self._tail[0], self._tail[1] = self.ledger.end(), self.ledger.revision
 
     def _check_mark(self) -> None:
         """Test that the file is a new one, or holds rows.
@@ -311,23 +353,25 @@ class SharedMemory(Memory):
         if size < _HEAD:
             raise self._damaged(f"it has {size} bytes, expected at least {_HEAD}")
 
-    def _check(self) -> None:
-        """Test what the file says of itself. For use while writing."""
-        capacity = None
+    def _check(self) -> Schema | None:
+        """Test what the file says of itself; returns what its rows hold. For use while writing."""
+        schema = capacity = None
         if self._length[0]:
             try:
                 schema = Schema.loads(self._read_text(self._length[0]))
                 wrong = schema.wrong()
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
                 raise self._damaged(f"what its rows hold cannot be read ({type(error).__name__}: {error})") from error
-            if not wrong and self._rows.num_bytes < schema.layout.stop:
-                wrong = f"it has {self._rows.num_bytes} bytes, expected {schema.layout.stop}"
+            expected = schema.num_bytes if self._has_checks[0] > 1 else schema.layout.stop
+            if not wrong and self._rows.num_bytes < expected:
+                wrong = f"it has {self._rows.num_bytes} bytes, expected {expected}"
             if wrong:
                 raise self._damaged(wrong)
             capacity = schema.capacity
         wrong = wrong_in(self.ledger, capacity, has_checks=bool(self._has_checks[0]))
         if wrong:
             raise self._damaged(wrong)
+        return schema
 
     def _read_text(self, packed: int) -> bytes:
         length, check, at = packed & _LENGTH, packed >> 32, _SECOND_AT if packed & _SECOND else 8
@@ -359,7 +403,7 @@ class SharedMemory(Memory):
         text = self._text_of(schema)
         with self.ledger.writing():
             if not self._length[0]:
-                self._rows.grow(schema.layout.stop)
+                self._grow(schema)
                 self.ledger.set_capacity(schema.capacity)
                 self._keep(text, second=False)
         self.schema()
@@ -369,11 +413,15 @@ class SharedMemory(Memory):
         text, held = self._text_of(schema), self._length[0]
         if max(len(text), held & _LENGTH) > _SECOND_AT - 8:
             return False
-        self._rows.grow(schema.layout.stop)
+        self._grow(schema)
         self._space.begin()
         self._keep(text, second=not held & _SECOND)
         self.schema()
         return True
+
+    def _grow(self, schema: Schema) -> None:
+        self._rows.grow(schema.num_bytes)
+        self._rows.allocate(schema.layout.end, _TAIL_BYTES)
 
     def _text_of(self, schema: Schema) -> bytes:
         text = schema.dumps()
@@ -392,6 +440,8 @@ class SharedMemory(Memory):
         layout = schema.layout
         self._space.lay_out(layout, schema.capacity)
         self._tensors = layout.map(self._rows)
+        has_tail = self._has_checks[0] > 1
+        self._tail = self._rows.map(layout.end, _TAIL_BYTES).cast("q") if has_tail else None
 
     def tensors(self) -> dict[NestedKey, torch.Tensor]:
         """See :meth:`Memory.tensors`."""
@@ -418,6 +468,18 @@ class SharedMemory(Memory):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._connect(state["rows"], state["lock"])
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """The method, without keeping its object, and the files of that, from being released."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        held = reference()
+        if held is not None:
+            held()
+
+    return call
 
 
 def _checksum(text: bytes) -> int:

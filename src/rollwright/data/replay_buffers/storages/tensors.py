@@ -108,7 +108,8 @@ class LazyMemmapStorage(RowStorage):
     """Rows in a file, mapped into memory: larger than memory if need be, and there after a restart.
 
     What is published survives a kill at any moment (a power cut only after :meth:`flush`). Opened again, the storage
-    holds the published rows; those that a killed process was writing are dropped, with a warning that counts them.
+    holds the published rows; those that a killed process was writing are dropped, with a warning that counts them. So
+    are rows of a copy of the folder that were overwritten while it was made.
 
     Args:
         max_size: number of elements; None: that of the files that are there.
@@ -125,7 +126,8 @@ class LazyMemmapStorage(RowStorage):
 
     Raises:
         FileExistsError: the folder holds rows, and ``existsok`` is not set.
-        DamagedFileError: the file of the rows is cut short, or its counters contradict one another; it stays as it is.
+        DamagedFileError: the file of the rows is cut short, its counters contradict one another, or it is a copy that
+            was made while rows were replaced; it stays as it is.
         OSError: the disk is full. Space for rows is taken shortly before they are written: ``extend`` raises it, too.
 
     Example:
@@ -168,7 +170,7 @@ class LazyMemmapStorage(RowStorage):
         super().__init__(max_size, memory, ndim, torch.device("cpu"))
         if self.ndim == 1 and schema is None:
             self.ledger.set_capacity(self.requested_size)
-        dropped = memory.num_dropped
+        dropped, overwritten = memory.num_dropped, memory.num_overwritten
         self.num_reopened = len(self) if self.initialized else 0
         if shared_init:
             self.share()
@@ -178,6 +180,12 @@ class LazyMemmapStorage(RowStorage):
             warnings.warn(
                 f"scratch_dir: {folder} holds {self.num_reopened} published elements; {dropped} rows that a killed "
                 "process was writing are dropped.",
+                stacklevel=2,
+            )
+        if overwritten:
+            warnings.warn(
+                f"scratch_dir: {folder} is a copy that was made while somebody wrote: {overwritten} rows were "
+                f"overwritten meanwhile and are dropped, {self.num_reopened} elements are whole. dumps() copies all.",
                 stacklevel=2,
             )
 
