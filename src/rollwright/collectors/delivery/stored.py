@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
+import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
 from rollwright.collectors.delivery.base import RolloutDelivery, split
@@ -54,6 +55,7 @@ class Stored(RolloutDelivery):
         self._flat = storage_ndim(self._buffer) == 1 and getattr(self._buffer, "routing_dim", None) is None
         self._check_slices()
         self._check_objects()
+        self._check_names()
         self._limiter: SampleToInsertRatio | None = getattr(self._buffer, "insert_limiter", None)
         if self._limiter is not None:
             self._limiter.check(frames=rollout.counts.frames)
@@ -71,6 +73,27 @@ class Stored(RolloutDelivery):
         if observed or state:
             keys = [*observed, *state, *(("next", *as_tuple(key)) for key in observed)]
             raise TypeError(no_objects("replay_buffer", keys, type(strict[0]).__name__))
+
+    def _check_names(self) -> None:
+        """Test that the environment has no entries of the names that the buffer's batches get."""
+        env, options = self.rollout.env, self.rollout.options
+        for member in getattr(self._buffer, "members", [self._buffer]):
+            if (options.postproc is not None and options.extend_buffer) or getattr(member, "transforms", ()):
+                return  # what is stored has other names, perhaps
+            names: tuple[str, ...] = getattr(member, "own_names", ())
+            if named := set(names) & set(env.observation_keys):
+                raise ValueError(
+                    f"replay_buffer: the environment observes {key_str(named)}, under which batches of a "
+                    f"{type(member).__name__} hold what its sampler returns. Rename it, by a RenameTransform of the "
+                    "environment, or use a ReplayBuffer."
+                )
+            flag = getattr(getattr(member, "sampler", None), "init_key", None)
+            if flag in env.observation_keys and env.full_observation_spec[flag].dtype != torch.bool:
+                raise ValueError(
+                    f"replay_buffer: the environment observes {flag!r}, which its sampler of slices marks their first "
+                    "steps with. Rename it, by a RenameTransform of the environment, or pass the sampler another "
+                    "init_key."
+                )
 
     def _check_slices(self) -> None:
         slices, env = draws_slices(self._buffer), self.rollout.env

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey, leaf_keys
+from rollwright._keys import NestedKey, is_private, key_str, leaf_keys
 from rollwright._memory import MemoryPool
 from rollwright.collectors.arguments import checked_seed
 from rollwright.collectors.attribute_paths import resolve
@@ -118,6 +118,7 @@ class Rollout:
         self.syncs = Syncs.of(self.devices, skip=options.no_cuda_sync)
         if options.auto_register_policy_transforms:
             self.env = env = taking_indices(env, self._trial().indices())
+        self._warn_of_private_entries()
         in_turns = dialogue_parts(env, self.acting.policy, options) is not None
         streams = options.async_envs if in_turns else goes_by_itself(env, options)
         self.num_rows = 1 if streams else env.numel()
@@ -159,6 +160,16 @@ class Rollout:
         self._check_inputs(entries_of(env, options))
         if self._path.calls_policy:
             self._trial().give_shape()
+
+    def _warn_of_private_entries(self) -> None:
+        hidden = [key for key in (*self.env.observation_keys, *self.env.reward_keys) if is_private(key)]
+        if hidden:
+            warnings.warn(
+                f"{self.owner}: the environment announces {key_str(hidden)}, and batches hold no entries whose names "
+                "begin with '_'. Rename them to have them there.",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def _use(self, path: Path) -> None:
         """Take ``path`` from now on: the short list of callables that a rollout runs through."""

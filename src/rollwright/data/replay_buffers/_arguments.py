@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -12,8 +12,9 @@ from torch import nn
 from rollwright._foreign import class_path, is_torchrl_transform, kind_in, overrides
 from rollwright._keys import NestedKey
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
-from rollwright.data.replay_buffers.samplers.base import RandomSampler, Sampler
+from rollwright.data.replay_buffers.samplers.base import GENERATION, RandomSampler, Sampler
 from rollwright.data.replay_buffers.samplers.consuming import ConsumingSampler
+from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT
 from rollwright.data.replay_buffers.storages import structures
 from rollwright.data.replay_buffers.storages.batches import positive
 
@@ -24,6 +25,7 @@ __all__ = [
     "Inverted",
     "applied",
     "changed",
+    "check_names",
     "consuming",
     "dimension",
     "ends_slices",
@@ -203,16 +205,59 @@ def changed(
     return result, info
 
 
+_OWN = {"index": "the places of elements", WEIGHT: "importance weights", GENERATION: "generations of places"}
+
+
+def check_names(name: str, data: Any, own: Iterable[str]) -> None:
+    """Test that data hold no entries of their own where batches get one of a buffer.
+
+    What a batch of a buffer has there is replaced when that batch was stored in another buffer.
+
+    Args:
+        name: what to call the data in messages.
+        data: a batch, several, or one element; what is no TensorDict has no entries.
+        own: names of entries that batches get.
+
+    Raises:
+        ValueError: they do.
+    """
+    for td in data if isinstance(data, list) else (data,):
+        while isinstance(td, LazyStackedTensorDict):
+            td = td.tensordicts[0]
+        for key in own if isinstance(td, TensorDictBase) else ():
+            value = td.get(key, None) if key in _OWN else None
+            if value is not None and not _is_of_a_buffer(td, key, value):
+                form = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise ValueError(
+                    f"{name}: expected no entry {key!r}, under which batches of the buffer hold {_OWN[key]}, got one "
+                    f"of {form}. Rename it: data.rename_key_({key!r}, 'my_{key}'), or a RenameTransform of the "
+                    "environment. Or use a ReplayBuffer, whose sample(return_info=True) returns them beside the batch."
+                )
+
+
+def _is_of_a_buffer(td: TensorDictBase, key: str, value: Any) -> bool:
+    """Whether an entry may be what a batch of a buffer has under that name: nothing that an environment observes."""
+    if td.get(("next", key), None) is not None:
+        return False
+    if not isinstance(value, torch.Tensor):  # of an ensemble
+        return key == "index" and isinstance(value, TensorDictBase) and value.get("buffer_ids", None) is not None
+    lead, shape = td.batch_size, value.shape
+    has_dims = key == "index" and shape[:-1] == lead and shape[-1:].numel() > 1
+    return (shape == lead or has_dims) and (value.is_floating_point() if key == WEIGHT else value.dtype == torch.int64)
+
+
 def with_info(batch: Any, info: Mapping[str, Any]) -> Any:
     """A batch with what the sampler returned for its elements; changes it.
 
     Raises:
         TypeError: it is no TensorDict.
+        ValueError: it has entries of its own under these names.
     """
     if not isinstance(batch, TensorDictBase):
         raise TypeError(
             f"include_info: expected batches that are TensorDicts, got {type(batch).__name__}. Pass return_info=True."
         )
+    check_names("sample", batch, info)
     for name, value in info.items():
         for _ in range(batch.ndim - 1):  # elements with a batch size of their own: the same for all of each
             value = value.unsqueeze(1)

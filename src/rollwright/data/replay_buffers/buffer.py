@@ -273,6 +273,11 @@ class ReplayBuffer:
         kind = type(self.sampler)
         return kind.extend is not Sampler.extend or kind.add is not Sampler.add
 
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Names of entries that batches get besides those that are stored."""
+        return ()
+
     def _check_new(self, data: Any, each: int, prioritise: bool = True) -> None:
         """Test what ``each`` elements bring along, before any is stored."""
 

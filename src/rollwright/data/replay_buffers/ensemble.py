@@ -14,7 +14,14 @@ from rollwright._foreign import class_path
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright.data.loading import load_saved, save
 from rollwright.data.replay_buffers import checkpoint
-from rollwright.data.replay_buffers._arguments import Transform, checked_transform, inverse_of, parts_of, stacked
+from rollwright.data.replay_buffers._arguments import (
+    Transform,
+    check_names,
+    checked_transform,
+    inverse_of,
+    parts_of,
+    stacked,
+)
 from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
@@ -259,6 +266,7 @@ class ReplayBufferEnsemble:
                 if len(row) != len(index):  # a transform has left elements out
                     index = row.get("index", None)
                 if index is not None:
+                    check_names("sample", row, ["index"])
                     place = _places(n, index)
                     row.set("index", place.reshape(-1, *(1,) * (row.ndim - 1)).expand(row.batch_size))
             info["index"] = _places(n, info["index"])

@@ -11,10 +11,10 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys
 from rollwright._options import with_options
-from rollwright.data.replay_buffers._arguments import with_info
+from rollwright.data.replay_buffers._arguments import check_names, with_info
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.samplers.base import GENERATION
-from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler, Reduction
+from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT, PrioritizedSampler, Reduction
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.lists import ListStorage
 from rollwright.data.replay_buffers.storages.structures import is_a_class, is_structure
@@ -30,7 +30,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
     """A replay buffer of TensorDicts: batches hold the indices of their elements.
 
     A batch has the entry ``"index"`` (int64 ``[n]``, or ``[n, ndim]``), and the others that the sampler returns
-    (``"priority_weight"``). Where the data that are written hold ``priority_key``, that is their first priority.
+    (``"priority_weight"``), so the data have none of their own of these names. Where the data that are written hold
+    ``priority_key``, that is their first priority.
 
     Args:
         priority_key: the entry that :meth:`update_tensordict_priority` reads.
@@ -94,7 +95,14 @@ class TensorDictReplayBuffer(ReplayBuffer):
             self._prioritise(data, index)
         return super()._indices(data, index)
 
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """See :attr:`ReplayBuffer.own_names`."""
+        weight = (WEIGHT,) if isinstance(self.sampler, PrioritizedSampler) else ()
+        return ("index", *weight, *((GENERATION,) if self.writer.tracks_generations else ()))
+
     def _check_new(self, data: Any, each: int, prioritise: bool = True) -> None:
+        check_names("data", data, self.own_names)
         sampler = self.sampler
         if not prioritise or not each or not isinstance(sampler, PrioritizedSampler):
             return

@@ -425,6 +425,14 @@ def _refused(core: Any) -> Any:
     raise NotNative("a test")
 
 
+@pytest.fixture(autouse=True)
+def _private_entries_are_left_out():
+    """Environments here announce ``"_p"``, of which a collector warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*announces '_p'")
+        yield
+
+
 @pytest.fixture
 def force_plain(monkeypatch):
     """A function: collectors that are made from then on take the plain path, until ``undo()`` of its result."""

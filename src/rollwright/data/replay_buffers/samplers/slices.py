@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, checked_key, unravel
 from rollwright._options import with_options
@@ -147,9 +147,12 @@ class SliceSampler(Sampler):
         """See :meth:`Sampler.check`.
 
         Raises:
-            ValueError: an element would hold several frames, which slices do not distinguish.
+            ValueError: an element would hold several frames, which slices do not distinguish; ``init_key`` names an
+                entry that is no flag.
         """
         for batch in data if isinstance(data, list) else (data,):
+            if isinstance(batch, TensorDict) and self.init_key is not None:
+                _check_flag(self.init_key, batch.get(self.init_key, None))
             if isinstance(batch, TensorDictBase) and batch.batch_size[storage.ndim :].numel() > 1:
                 raise _frames_in_elements(batch.batch_size, storage.ndim)
 
@@ -374,9 +377,19 @@ def _span(span: Margin, slice_len: int | None) -> tuple[bool | int, bool | int]:
     return before or 0, after or 0
 
 
+def _check_flag(key: NestedKey, flag: Any) -> None:
+    """Test that an entry is one of flags, or is not there."""
+    if flag is not None and getattr(flag, "dtype", None) not in (torch.bool, torch.uint8):
+        raise ValueError(
+            f"init_key: expected {key!r} to hold flags (bool), which mark where slices begin, got "
+            f"{getattr(flag, 'dtype', type(flag).__name__)}. Rename that entry, or pass another init_key (None: none)."
+        )
+
+
 def _raise_flag(batch: TensorDictBase, key: NestedKey, where: Index) -> None:
     """Set a flag at some steps of a batch ``[n]``; of shape ``[n, 1]`` where there is none yet."""
     flag = batch.get(key, None)
+    _check_flag(key, flag)
     made = flag is None
     if flag is None:
         flag = torch.zeros(len(batch), 1, dtype=torch.bool, device=batch.device)
