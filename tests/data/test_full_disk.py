@@ -9,11 +9,13 @@ import os
 import re
 import resource
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.collectors.workers.processes import wait_until
 
 from rollwright._memory import segment
 from rollwright._memory.segment import Segment
@@ -304,6 +306,26 @@ def test_a_full_file_system_is_an_error_and_no_signal(small):
     child.start()
     child.join(60)
     assert child.exitcode == 7
+
+
+def test_a_service_dumps_again_when_there_is_space(small):
+    options = {"path": small / "dumps", "dump_every": 5000}
+    buffer = ReplayBuffer(
+        storage=partial(LazyTensorStorage, 10**5), service_backend="process", service_backend_options=options
+    )
+    with contextlib.ExitStack() as ends:
+        ends.callback(buffer.shutdown)
+        buffer.extend(rows(5000))
+        (small / "others").write_bytes(bytes(1_300_000))
+        with pytest.warns(RuntimeWarning, match=r"could not save its buffer: .*No space left"):
+            buffer.extend(rows(5000, 5000))
+        buffer.extend(rows(5000, 10_000))
+        (small / "others").unlink()
+        assert wait_until(lambda: buffer.stats()["dump_failure"] is None)
+    again = ReplayBuffer(storage=LazyTensorStorage(10**5))
+    [folder] = (small / "dumps").glob("dump-*")
+    again.loads(folder)
+    check(again, 15_000)
 
 
 # Bytes ---------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
+import resource
 import signal
 import threading
 from functools import partial
@@ -14,6 +16,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from tests.collectors.workers.processes import gone, wait_until
 
+from rollwright.collectors import Collector
 from rollwright.data import (
     LazyTensorStorage,
     ListStorage,
@@ -29,6 +32,7 @@ from rollwright.data import (
 )
 from rollwright.data.replay_buffers.service.buffer import ServiceReplayBuffer
 from rollwright.errors import WorkerError
+from rollwright.testing.mocking_classes import CountingEnv
 
 
 def frames(first, count):
@@ -378,16 +382,81 @@ def test_what_the_service_cannot_read_is_an_error_of_who_sent_it(serve):
     assert len(buffer) == 1
 
 
-def test_a_dump_that_fails_is_an_error_of_who_wrote(serve, tmp_path):
-    (tmp_path / "dumps").write_text("a file")
+@contextlib.contextmanager
+def full_disk(buffer):
+    """No file of the service can be longer than 8 bytes."""
+    pid = buffer.host.pid
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it was killed
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_a_warning_and_writing_goes_on(serve, tmp_path):
     buffer = serve(service={"path": tmp_path / "dumps", "dump_every": 10})
-    buffer.extend(frames(0, 5))
-    with pytest.raises(OSError, match="is stored, and the buffer could not be saved"):
-        buffer.extend(frames(5, 5))
-    assert len(buffer) == 10
-    (tmp_path / "dumps").unlink()
-    buffer.extend(frames(10, 5))
-    assert len(buffer) == 15
+    client = buffer.client()
+    client.extend(frames(0, 10))
+    with full_disk(buffer):
+        for start in range(10, 60, 10):
+            client.extend(frames(start, 10))
+        with pytest.warns(RuntimeWarning, match=r"could not save its buffer: .*File too large") as warned:
+            assert len(buffer) == 60
+        assert len(warned) == 1
+        assert "File too large" in buffer.stats()["dump_failure"]
+        assert client.storage.ledger.take_ids(5) == 0  # the promise cannot be written down, either
+        assert client.storage.ledger.take_ids(5) == 5
+    assert wait_until(lambda: buffer.stats()["dump_failure"] is None)  # though nothing is written
+    os.kill(buffer.host.pid, signal.SIGKILL)
+    with pytest.warns(RuntimeWarning, match=" 0 of the 60 elements"):
+        assert ids_of(buffer) == list(range(60))
+    assert client.storage.ledger.take_ids(100) >= 10
+    client.shutdown()
+
+
+def test_the_dump_of_before_is_read_where_a_later_one_failed(serve, tmp_path):
+    buffer = serve(service={"path": tmp_path / "dumps", "dump_every": 10})
+    buffer.extend(frames(0, 10))
+    with full_disk(buffer):
+        with pytest.warns(RuntimeWarning, match="could not save"):
+            buffer.extend(frames(10, 10))
+        buffer.empty()
+        restarted(buffer)
+    with pytest.warns(RuntimeWarning, match="was started again"):
+        assert len(buffer) == 10
+    assert ids_of(buffer) == list(range(10))
+
+
+def test_an_explicit_dump_and_the_end_raise_where_the_disk_is_full(serve, tmp_path):
+    buffer = serve(service={"path": tmp_path / "dumps", "dump_every": 100})
+    buffer.extend(frames(0, 10))
+    with full_disk(buffer), pytest.raises(OSError, match="File too large"):
+        buffer.dumps(tmp_path / "mine")
+    buffer.extend(frames(10, 90))
+    assert buffer.stats()["dump_failure"] is None
+    pid = buffer.host.pid
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (8, resource.RLIM_INFINITY))
+    buffer.extend(frames(100, 5))
+    with pytest.raises(OSError, match=r"could not be saved, and its last dump is older: .*File too large"):
+        buffer.shutdown()
+    assert gone([pid])
+    buffer.shutdown()
+    again = serve(service={"path": tmp_path / "dumps", "resume": True})
+    assert ids_of(again) == list(range(100))
+
+
+def test_workers_go_on_where_the_disk_is_full(serve, tmp_path):
+    buffer = serve(size=10_000, service={"path": tmp_path / "dumps", "dump_every": 20}, batch_size=8)
+    options = {"num_collectors": 2, "sync": False, "frames_per_batch": 20, "total_frames": 400}
+    collector = Collector(lambda: CountingEnv(max_steps=7), replay_buffer=buffer, **options)
+    with full_disk(buffer), collector:
+        assert len(list(collector)) == 20
+        with pytest.warns(RuntimeWarning, match="could not save"):
+            assert len(buffer) == 400
+        assert collector.stats()["restarts"] == 0
+    assert wait_until(lambda: buffer.stats()["dump_failure"] is None)
 
 
 def test_a_service_that_dies_is_an_error_with_what_is_lost(serve):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import sys
 from collections.abc import Mapping
@@ -180,6 +179,8 @@ class ServiceReplayBuffer(ReplayClient):
     def stats(self) -> dict[str, Any]:
         """See :meth:`ReplayBuffer.stats`; and ``num_stored``, ``num_restarts``, ``num_lost`` and ``num_connections``.
 
+        ``dump_failure`` says why the buffer could not be saved the last time; None: it could.
+
         These are the numbers that the service has sent last: nothing is asked.
         """
         counts, capacity = self._session.counts, self.info.max_size
@@ -195,6 +196,7 @@ class ServiceReplayBuffer(ReplayClient):
             "num_restarts": self.num_restarts,
             "num_lost": self.num_lost,
             "num_connections": self.num_connections,
+            "dump_failure": None if counts is None else counts.dump_failure,
         }
 
     @property
@@ -210,9 +212,19 @@ class ServiceReplayBuffer(ReplayClient):
 
         Args:
             timeout: seconds that it has for that; None: 5.
+
+        Raises:
+            OSError: what is fresh could not be saved. The service has ended; its last dump is as it was.
         """
+        raised: Exception | None = None
         if self._recipe.path is not None and not self._session.is_closed and self._host.how_it_ended() is None:
-            with contextlib.suppress(WorkerError, ConnectionError, TimeoutError, RuntimeError):
+            try:
                 self._session.ask("finish")
+            except Exception as error:
+                is_gone = isinstance(error, WorkerError | ConnectionError | TimeoutError | RuntimeError)
+                if not is_gone or (isinstance(error, WorkerError) and isinstance(error, OSError)):  # it has raised this
+                    raised = error
         self._session.close()
         self._host.end(_END_S if timeout is None else timeout)
+        if raised is not None:
+            raise raised

@@ -103,10 +103,12 @@ class Welcome(NamedTuple):
     Attributes:
         write_count: elements that were written so far.
         num_stored: elements that are there.
+        dump_failure: why they could not be saved the last time.
     """
 
     write_count: int
     num_stored: int
+    dump_failure: str | None = None
 
 
 class Counts(NamedTuple):
@@ -115,10 +117,12 @@ class Counts(NamedTuple):
     Attributes:
         write_count: elements that were written so far.
         num_stored: elements that are there.
+        dump_failure: why they could not be saved the last time; None: they could.
     """
 
     write_count: int
     num_stored: int
+    dump_failure: str | None = None
 
 
 class Beat(NamedTuple):

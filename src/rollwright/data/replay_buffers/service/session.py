@@ -327,9 +327,11 @@ class Session:
             case ExceptionInfo():  # what it was sent is not what has arrived
                 self.fail(message.error(self.target.name), for_good=True)
             case Counts():
+                if message.dump_failure is not None and (self.counts is None or self.counts.dump_failure is None):
+                    self.notes.append(_unsaved(self.target, message.dump_failure))
                 self.counts = message
-            case Welcome(write_count, num_stored):
-                self.counts = Counts(write_count, num_stored)
+            case Welcome():
+                self.counts = Counts(*message)
 
     def cut(self) -> None:
         """Break the connection, as a network may: the next one takes its place."""
@@ -349,6 +351,14 @@ def _settle(
     except Exception as error:
         expected.error = error
     expected.done.set()
+
+
+def _unsaved(target: Target, why: str) -> str:
+    return (
+        f"{target.name} could not save its buffer: {why}. What it holds is in memory, and the last dump is as it was. "
+        "It tries again, after longer and longer pauses; until that succeeds, stats()['dump_failure'] says why, and "
+        "shutdown() raises. Free space on the disk, or call dumps() with a folder on another one."
+    )
 
 
 def _is_refused_for_good(why: Exception) -> bool:

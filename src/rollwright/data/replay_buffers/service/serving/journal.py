@@ -64,8 +64,10 @@ class Journal:
             self.ids_end = next_id + _IDS_AHEAD
 
     def note_given_up(self, name: str, generation: int) -> None:
-        """A writer was given up, and those that had its place before."""
-        self._append({"given_up": name, "generation": generation})
+        """A writer was given up, and those that had its place before; written down once."""
+        if generation > self.given_up.get(name, -1):
+            self._append({"given_up": name, "generation": generation})
+            self.given_up[name] = generation
 
     def note_request(self, client: str, request: Request, pieces: Sequence[memoryview]) -> None:
         """A part of the buffer was changed."""

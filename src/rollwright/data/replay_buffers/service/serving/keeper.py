@@ -131,13 +131,25 @@ class Keeper:
         value, journal = self._do(client, request.what, given), self._journal
         if journal is None:
             return value
-        if request.what == "take_ids":
-            journal.note_ids(self.buffer.storage.ledger.next_id)
-        elif request.what == "give_up":
-            journal.note_given_up(*given)
-        elif request.what in _LASTING:
+        if request.what in _LASTING:
             journal.note_request(client, request, pieces)
+        elif request.what in ("take_ids", "give_up") and self._dumps is not None:
+            try:
+                self.note_promises()
+            except OSError as error:  # who asks has nothing to do with the disk, and goes on
+                self._dumps.failed(error)
         return value
+
+    def note_promises(self) -> None:
+        """Write down which ids were given out, and which writers given up, as far as that is not done.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
+        if self._journal is not None:
+            self._journal.note_ids(self.buffer.storage.ledger.next_id)
+            for name, least in self.least.items():
+                self._journal.note_given_up(name, least - 1)
 
     def _redo(self, changes: Sequence[tuple[str, Request, Sequence[memoryview]]]) -> None:
         """Change parts as the service before this one did; who has no reply yet gets it when asking again."""
@@ -159,17 +171,12 @@ class Keeper:
             return self._failed(client, number, error)
         self.records[client].answers[number] = answer
         if self._dumps is not None and (replaces or self.buffer.write_count != before):
-            try:
-                self._dumps.dump(self) if replaces else self._dumps.when_due(self)
-            except OSError as error:
-                why = f"what was written is stored, and the buffer could not be saved: {error}"
-                return self._failed(client, number, OSError(why), is_done=True)
+            self._dumps.save(self, replaced=replaces)
         return answer
 
-    def _failed(self, client: str, number: int, error: Exception, *, is_done: bool = False) -> Answer:
+    def _failed(self, client: str, number: int, error: Exception) -> Answer:
         record = self.records[client]
-        if not is_done:
-            record.failed.add(number)
+        record.failed.add(number)
         answer: Answer = (Reply(number, b"", ExceptionInfo.of(error)), ())
         record.answers[number] = answer
         return answer
@@ -203,7 +210,9 @@ class Keeper:
         return self.buffer.limiter is None or self.buffer.limiter.may_draw(self._size(size))
 
     def tend(self) -> list[tuple[str, Answer]]:
-        """Carry out what may be carried out now; the clients and what they are sent."""
+        """Carry out what may be carried out now; the clients and what they are sent. Save again what could not be."""
+        if self.dump_failure is not None and self._dumps is not None:
+            self._dumps.save(self)
         done: list[tuple[str, Answer]] = []
         for waiting in list(self._waiting):
             limiter, now = self.buffer.limiter, time.monotonic()
@@ -239,10 +248,23 @@ class Keeper:
                 record.answers.clear()
                 self._waiting = [w for w in self._waiting if w.client != client]
 
+    @property
+    def dump_failure(self) -> str | None:
+        """Why the buffer could not be saved the last time; None: it could."""
+        return None if self._dumps is None else self._dumps.failure
+
     def finish(self) -> None:
-        """Save what was written since the last dump."""
-        if self._dumps is not None:
-            self._dumps.when_due(self, now=True)
+        """Save what was written since the last dump.
+
+        Raises:
+            OSError: it cannot be saved.
+        """
+        if self._dumps is None:
+            return
+        try:
+            self._dumps.finish(self)
+        except OSError as error:
+            raise OSError(f"what the buffer holds could not be saved, and its last dump is older: {error}") from error
 
 
 def _refuse(why: str) -> None:

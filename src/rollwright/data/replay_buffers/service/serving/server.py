@@ -131,11 +131,12 @@ class Server:
             self._outbox.append((guest.client, answer))
 
     def _counts(self) -> Counts:
-        return Counts(self._keeper.buffer.write_count, len(self._keeper.buffer))
+        return Counts(self._keeper.buffer.write_count, len(self._keeper.buffer), self._keeper.dump_failure)
 
     def _send_replies(self) -> None:
         """Send what was done; the owner hears of writes before they are acknowledged."""
-        if not self._outbox:
+        reported = None if self._sent_counts is None else self._sent_counts.dump_failure
+        if not self._outbox and self._keeper.dump_failure == reported:
             return
         outbox, self._outbox = self._outbox, []
         counts = self._counts()
