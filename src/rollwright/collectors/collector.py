@@ -433,8 +433,8 @@ class Collector(BaseCollector):
                 loads them gives them to its engine.
 
         Returns:
-            ``policy_state_dict`` (where it has weights; less what is never copied, such as an engine) and
-            ``env_state_dict``, both of them live and no copies, as everywhere in torch; ``frames``, ``iter``,
+            ``policy_state_dict`` (where it has weights; less what is never copied, such as an engine), live and no
+            copy, as everywhere in torch, and ``env_state_dict``, a copy as all that follows; ``frames``, ``iter``,
             ``policy_version``, ``traj_pool`` (the next trajectory id) and ``episodes`` (statistics);
             ``env_checkpoint`` (all that the environment is, its random generators included) and ``trajectories``
             (what the next step is taken from; None where the environment cannot be saved);

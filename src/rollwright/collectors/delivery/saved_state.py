@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections import OrderedDict
@@ -48,8 +49,8 @@ class SavedState:
         Args:
             engine_weights: also those of the policy's engine.
 
-        Nothing of it changes when the collector goes on, but for ``policy_state_dict`` and ``env_state_dict``: these
-        are live, as everywhere in torch.
+        Nothing of it changes when the collector goes on, but for weights (``policy_state_dict`` and
+        ``engine_state_dict``): these are live, as everywhere in torch.
         """
         rollout = self._rollout
         own = rollout.path.state_dict()
@@ -60,7 +61,7 @@ class SavedState:
         if own is None:
             checkpoint = save_env(rollout.env)
             trajectories, objects = (None, []) if checkpoint.unsaved else _trajectories(rollout.state())
-            state["env_state_dict"] = rollout.env.state_dict()
+            state["env_state_dict"] = copy.deepcopy(rollout.env.state_dict())  # statistics go on
             state["env_checkpoint"] = checkpoint.state
             unsaved = [*checkpoint.unsaved, *objects, *unheld, *_kept_by_policy(rollout.policy)]
             if (parts := rollout.path.save_parts()) is not None:

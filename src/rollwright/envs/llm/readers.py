@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -226,7 +227,7 @@ class StreamReader(RowReader):
         self._epoch = self._start = self._at = 0
         self._over = False
         self._marks: deque[_Mark] = deque()
-        self._initial = dataset.state_dict() if self._stateful else None
+        self._initial = self._place()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._iterator is not None and not self._once:
@@ -275,9 +276,12 @@ class StreamReader(RowReader):
         self._over = (self._once and not self._stateful) or self._epoch == self._epochs
         self._iterator = None
 
+    def _place(self) -> Any:
+        """What the dataset saves of itself, a copy: what it gave may be its own memory. None: it saves nothing."""
+        return deepcopy(self._dataset.state_dict()) if self._stateful else None
+
     def _mark(self) -> None:
-        state = self._dataset.state_dict() if self._stateful else None
-        self._marks.append(_Mark(self._at, self._epoch, self._start, state))
+        self._marks.append(_Mark(self._at, self._epoch, self._start, self._place()))
         if len(self._marks) > _MOST_MARKS:  # nobody says what was delivered: further apart will do
             self._marks = deque(islice(self._marks, 0, None, 2))
 
@@ -293,7 +297,7 @@ class StreamReader(RowReader):
         if self._once and not self._stateful:
             return False
         if self._stateful:
-            self._dataset.load_state_dict(self._initial)
+            self._dataset.load_state_dict(deepcopy(self._initial))
         self._begin(_Mark(0, 0, 0, None))
         return True
 
@@ -317,7 +321,7 @@ class StreamReader(RowReader):
             )
         mark = _Mark(*(state_dict[name] for name in ("position", "epoch", "start", "loader")))
         if self._stateful and mark.loader is not None:
-            self._dataset.load_state_dict(mark.loader)
+            self._dataset.load_state_dict(deepcopy(mark.loader))
         else:
             mark = _Mark(mark.start, mark.epoch, mark.start, None)
         if self._once and not self._stateful:

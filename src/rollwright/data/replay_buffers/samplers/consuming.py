@@ -96,7 +96,8 @@ class ConsumingSampler(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Which elements are left, and how often they were drawn."""
-        return {"names": torch.from_numpy(self._names), "drawn": torch.from_numpy(self._drawn), "high": self._high}
+        names, drawn = torch.from_numpy(self._names.copy()), torch.from_numpy(self._drawn.copy())
+        return {"names": names, "drawn": drawn, "high": self._high}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`."""
