@@ -231,8 +231,6 @@ OBJECTS = {
     "LLMCollector async_envs": partial(talking, dialog_turns_per_batch=3, async_envs=True),
     "LLMCollector of conversations": partial(talking, trajs_per_batch=2),
     "Evaluator": evaluating,
-        Evaluator(partial(GymEnv, "CartPole-v1"), None, num_trajectories=1), lambda each: each.evaluate()
-    ),
     "EnvCreator": lambda: Used(EnvCreator(normalised), lambda each: each().rollout(5)),
     "PolicyVersion": lambda: Used(PolicyVersion(), lambda each: each.increment_version()),
     "EpisodeStats": counted,
