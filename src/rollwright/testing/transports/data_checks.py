@@ -62,7 +62,8 @@ def reshaped(trial: Trial) -> None:
 
 
 def entries(trial: Trial) -> None:
-    """So do entries of every kind, which a ``postproc`` or a hook adds, removes, renames or replaces."""
+    """So do entries of every kind, of the environment and the policy, or which a ``postproc`` or a hook changes."""
+    _compare(trial, of.ragged, of.counting)
     for dim in (None, 0, -1):
         _compare(trial, of.numbered, of.sampling, postproc=_every_kind, cat_results=dim)
     _compare(trial, of.several, of.sampling, post_collect_hook=_every_kind)
@@ -77,6 +78,7 @@ def entries(trial: Trial) -> None:
         collector.set_seed(_SEED)
         for number, (batch, expected) in enumerate(zip(collector, wanted, strict=True)):
             _expect_equal(batch, expected, f"{change.__name__}, batch {number}")
+        collector.shutdown()
 
 
 @tensorclass
@@ -171,11 +173,12 @@ def _compare(
     collector = trial.collector("sync", envs, policy(), each=frames, total_frames=total, **joined, **options)
     expect(collector.set_seed(_SEED) == seed, f"set_seed: expected {seed}, the seed after those of all workers")
     batches = [batch.clone() for batch in collector]
+    collector.shutdown()
     expect(len(batches) == _NUM_BATCHES, f"expected {_NUM_BATCHES} batches, got {len(batches)}")
     ids: list[dict[int, int]] = [{} for _ in envs]
     for number, batch in enumerate(batches):
         wanted = [single[number] for single in singles]
-        together: Any = torch.stack(wanted, 0) if dim is None else torch.cat(wanted, dim)
+        together: Any = LazyStackedTensorDict.lazy_stack(wanted, 0) if dim is None else torch.cat(wanted, dim)
         _expect_equal(batch, together, f"batch {number}")
         sizes = [len(w) if dim == 0 else w.shape[-1] for w in wanted]
         rows = batch[IDS].unbind(0) if dim is None else batch[IDS].split(sizes, dim)

@@ -14,11 +14,12 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 
-from rollwright.envs import GymWrapper, SerialEnv
+from rollwright.data import Composite, NonTensor, Unbounded
+from rollwright.envs import GymWrapper, SerialEnv, Transform, TransformedEnv
 
 __all__ = [
     "IDS",
@@ -26,12 +27,14 @@ __all__ = [
     "VERSION",
     "NumberedEnv",
     "constant",
+    "counting",
     "expect",
     "factories",
     "flat",
     "images",
     "no_episode_missing",
     "numbered",
+    "ragged",
     "sampling",
     "several",
     "uniform",
@@ -153,6 +156,31 @@ def images(ident: int = 0) -> GymWrapper:
     return GymWrapper(UniformImages())
 
 
+class _Ragged(Transform):
+    """Adds text, and as many numbers as steps were taken, to the ``"observation"`` of :class:`NumberedEnv`."""
+
+    def __init__(self) -> None:
+        super().__init__(["observation"], [("nest", "many"), ("nest", "text")])
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        step = int(next_tensordict["observation"][STEP])
+        return next_tensordict.set("nest", TensorDict({"many": torch.arange(step + 1), "text": f"step {step}"}))
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return self._call(tensordict_reset)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Announce both."""
+        spec = observation_spec.clone()
+        spec["nest"] = Composite(many=Unbounded((-1,), dtype=torch.int64), text=NonTensor((), example_data=""))
+        return spec
+
+
+def ragged(ident: int = 0, **options: Any) -> TransformedEnv:
+    """A :class:`NumberedEnv` with ragged entries and text below a key."""
+    return TransformedEnv(numbered(ident, **options), _Ragged())
+
+
 def factories(num_workers: int, make: Callable[..., Any] = numbered, **options: Any) -> list[Any]:
     """A factory for each worker, whose ident is the worker's index."""
     return [partial(make, worker, **options) for worker in range(num_workers)]
@@ -208,6 +236,17 @@ class _Drawing(nn.Module):
 def constant(value: float = 1.0) -> TensorDictModule:
     """A policy with one weight, which is every action."""
     return TensorDictModule(_Constant(value), ["observation"], ["action"])
+
+
+def counting() -> TensorDictModule:
+    """A policy that writes ragged entries and text below a key, for :func:`ragged`."""
+    return TensorDictModule(
+        _count, [("nest", "many"), ("nest", "text")], ["action", ("said", "twice"), ("said", "text")]
+    )
+
+
+def _count(many: torch.Tensor, text: str) -> tuple[Any, ...]:
+    return torch.ones(1), 2 * many, text.upper()
 
 
 def uniform(num_weights: int = 8, size: int = 4096) -> TensorDictModule:

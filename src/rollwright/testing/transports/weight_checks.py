@@ -34,20 +34,31 @@ def weights_by_version(trial: Trial) -> None:
 
 
 def weights_every_way(trial: Trial) -> None:
-    """Weights reach every module that a policy reads, in whatever way, and a saved state has them."""
-    envs, (policy, learned) = of.factories(trial.num_workers), every_way(0.0)
-    collector = trial.collector("sync", envs, policy, each=4, track_policy_version=True)
-    for version in range(3):
-        if version:
-            expect(collector.update_policy_weights_(policy if version == 2 else None) == version, "versions count on")
-        _expect_values(collector.next(), float(version), version)
-        with torch.no_grad():
-            for module in learned:
-                module.value.fill_(version + 1.0)
-    state = collector.state_dict()
+    """Weights reach every module that a policy reads, given or made, in whatever way, and a saved state has them."""
+    envs = of.factories(trial.num_workers)
+    for made in (True, False):
+        policy, learned = every_way(0.0)
+        options = {"policy_factory": _made_every_way} if made else {}
+        collector = trial.collector(
+            "sync", envs, None if made else policy, each=4, track_policy_version=True, **options
+        )
+        for version in range(3):
+            if version:
+                published = collector.update_policy_weights_(policy if made or version == 2 else None)
+                expect(published == version, "versions count on")
+            _expect_values(collector.next(), float(version), version)
+            with torch.no_grad():
+                for module in learned:
+                    module.value.fill_(version + 1.0)
+        state = collector.state_dict()
+        collector.shutdown()
     restored = trial.collector("sync", envs, every_way(9.0)[0], each=4, track_policy_version=True)
     restored.load_state_dict(state)
     _expect_values(restored.next(), 2.0, 2)
+
+
+def _made_every_way() -> Any:
+    return every_way(0.0)[0]
 
 
 def _expect_values(batch: TensorDictBase, value: float, version: int) -> None:
