@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -394,3 +395,40 @@ def test_a_state_that_lacks_something_is_refused_by_name_and_changes_nothing(lac
         with pytest.raises(TypeError, match="expected a dictionary"):
             evaluator.load_state_dict(3)
         assert evaluator.state_dict() == before
+
+
+class Watched(nn.Module):
+    """A policy that records the modes in which it acts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.frozen, self.modes = nn.Linear(1, 1), nn.Dropout().eval(), []
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.modes.append({part.training for part in self.modules()})
+        return self.frozen(self.scale(observation))
+
+    def __deepcopy__(self, memo: Any) -> Watched:
+        return self
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("how", ["factory", "shared"])
+def test_a_policy_that_is_trained_is_in_the_mode_of_before(how: str, fails: bool) -> None:
+    net = Watched()
+    policy = TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
+    before = {name: part.training for name, part in policy.named_modules()}
+    given: dict[str, Any] = {"policy_factory": lambda: policy} if how == "factory" else {"policy": policy}
+    env = (lambda: Faulty(12, fail)) if fails else Faulty
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is no copy
+        evaluator = Evaluator(env, num_trajectories=3, **given)
+    if fails:
+        with pytest.raises(EnvError, match="the floor is gone"):
+            evaluator.evaluate()
+    else:
+        evaluator.evaluate()
+    assert {name: part.training for name, part in policy.named_modules()} == before
+    assert len(net.modes) > 10
+    assert all(modes == {False} for modes in net.modes)
+    evaluator.shutdown()

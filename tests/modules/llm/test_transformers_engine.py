@@ -318,3 +318,93 @@ def test_long_generation_joined_by_many_keeps_rows_apart() -> None:
         (expected,) = alone.generate([request])
         assert done[request.key].tokens.tolist() == expected.tokens.tolist()
         assert torch.allclose(done[request.key].log_probs, expected.log_probs, atol=1e-5)
+
+
+def _training(kind: str = "gpt2") -> Any:
+    """A model that is trained, but for one frozen part, and drops out a half of what it sees."""
+    lm = model(kind).train()
+    for part in lm.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.5
+    next(iter(lm.transformer.h)).eval()
+    return lm
+
+
+def _modes(lm: Any) -> dict[str, bool]:
+    return {name: part.training for name, part in lm.named_modules()}
+
+
+def _is_evaluating(lm: Any) -> bool:
+    return not any(part.training for part in lm.modules())
+
+
+@pytest.mark.parametrize("ends", ["whole", "step", "raises", "interrupt", "cancelled", "closed"])
+def test_each_part_of_the_model_has_the_mode_of_before(ends: str) -> None:
+    lm = _training()
+    engine, before, seen = TransformersEngine(lm, sampling=Sampling(max_new_tokens=5)), _modes(lm), []
+    assert len(set(before.values())) == 2
+
+    def hook(*_: Any) -> None:
+        seen.append(_is_evaluating(lm))
+        if ends == "raises":
+            raise ZeroDivisionError("in the model")
+        if ends == "interrupt":
+            raise KeyboardInterrupt
+
+    handle = lm.register_forward_pre_hook(hook)
+    request = Request(0, torch.arange(5), 0)
+    match ends:
+        case "whole" | "raises":
+            (done,) = engine.generate([request])
+            assert done.finish_reason is (FinishReason.ERROR if ends == "raises" else FinishReason.LENGTH)
+        case "interrupt":
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate([request])
+        case _:
+            engine.submit([request])
+            engine.step(2)
+            assert _modes(lm) == before
+            engine.close() if ends == "closed" else engine.cancel([0])
+            engine.results(0)
+    assert seen
+    assert all(seen)
+    assert _modes(lm) == before
+    handle.remove()
+    equal = TransformersEngine(copy.deepcopy(lm).eval(), sampling=Sampling(max_new_tokens=5)).generate([request])
+    if ends == "whole":
+        assert torch.equal(done.tokens, equal[0].tokens)
+
+
+def test_threads_that_generate_with_one_model_leave_it_in_the_mode_of_before() -> None:
+    lm = _training()
+    before, wrong, begun = _modes(lm), [], threading.Barrier(3)
+    lm.register_forward_pre_hook(lambda *_: None if _is_evaluating(lm) else wrong.append(1))
+
+    def generate(seed: int) -> None:
+        engine = TransformersEngine(lm, sampling=Sampling(max_new_tokens=3))
+        begun.wait(30)
+        for key in range(10):
+            engine.generate([Request(key, torch.arange(4), seed + key)])
+
+    threads = [threading.Thread(target=generate, args=(100 * n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert _modes(lm) == before
+
+
+def test_a_model_is_trained_while_its_engine_is_paused() -> None:
+    lm, modes = _training(), []
+    engine = TransformersEngine(lm, sampling=Sampling(max_new_tokens=200))
+    begun = threading.Event()
+    lm.register_forward_pre_hook(lambda *_: begun.set())
+    thread = threading.Thread(target=lambda: engine.generate([Request(0, torch.arange(4), 0)]))
+    thread.start()
+    assert begun.wait(30)
+    engine.pause()
+    modes.append(_modes(lm))
+    engine.resume()
+    thread.join(60)
+    assert modes == [_modes(_training())]

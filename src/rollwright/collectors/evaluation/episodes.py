@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +18,13 @@ from rollwright._memory import Segment
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.evaluation.results import EpisodeResults, as_number, padded_episodes
 from rollwright.collectors.evaluation.statistics import FrozenBuffers, check_statistics, freeze, prepare_weights
+from rollwright.collectors.rollout.policy_copies import never_copied_in
 from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.base import EnvBase
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_around, is_env, makers_in
 from rollwright.envs.transforms import StepCounter, TransformedEnv
+from rollwright.modules.modes import in_eval_mode
 from rollwright.weight_update.forms import State
 from rollwright.weight_update.policy_weights import weights_of
 
@@ -160,13 +162,20 @@ class EpisodeRunner:
             env = TransformedEnv(env, StepCounter(limit, step_count_key="eval_step_count"))
             options["max_frames_per_traj"] = None
         factory = options.get("policy_factory")
-        if factory is not None:
-            arguments = (env,) if _takes_env(factory) else ()
-            options["policy_factory"] = lambda: _in_eval_mode(factory(*arguments))
         steps = min(limit, _STEPS) if limit > 0 else _STEPS
-        policy = None if factory is not None else _in_eval_mode(settings.policy)
         options.setdefault("frames_per_batch", steps * num_envs)
-        self._collector = Collector(env, policy, interruptor=self, **options)
+        with ExitStack() as modes:
+
+            def evaluating(policy: Any) -> Any:
+                self._modules = _modules_of(policy)
+                modes.enter_context(in_eval_mode(self._modules))
+                return policy
+
+            if factory is not None:
+                arguments = (env,) if _takes_env(factory) else ()
+                options["policy_factory"] = lambda: evaluating(factory(*arguments))
+            policy = None if factory is not None else evaluating(settings.policy)
+            self._collector = Collector(env, policy, interruptor=self, **options)
         self._num_envs = num_envs
         if settings.target is not None:
             self._collector.set_weight_target(settings.target)
@@ -200,6 +209,10 @@ class EpisodeRunner:
             ValueError, TypeError: weights do not fit, and none were taken; or ``metrics_fn`` returns no dictionary.
             Exception: what environment or policy raised.
         """
+        with in_eval_mode(self._modules):  # they may be those that are trained, where they cannot be copied
+            return self._run(request, begun)
+
+    def _run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
         collector, start = self._collector, time.perf_counter()
         ready = [prepare_weights(collector.get_model(name), new, name) for name, new in request.weights.items()]
         for apply in ready:
@@ -282,11 +295,11 @@ def _takes_env(factory: Callable[..., Any]) -> bool:
     return False
 
 
-def _in_eval_mode(policy: Any) -> Any:
-    for module in (policy, weights_of(policy)):
-        if isinstance(module, nn.Module):
-            module.eval()
-    return policy
+def _modules_of(policy: Any) -> list[nn.Module]:
+    """The modules of a policy; not those of engines, which see to it themselves, one token at a time."""
+    theirs = {module for part in never_copied_in(policy) if isinstance(part, nn.Module) for module in part.modules()}
+    roots = [part for part in (policy, weights_of(policy)) if isinstance(part, nn.Module)]
+    return [module for root in roots for module in root.modules() if module not in theirs]
 
 
 def _reward_key(env: EnvBase, wanted: NestedKey | None) -> NestedKey:

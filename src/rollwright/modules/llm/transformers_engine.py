@@ -20,6 +20,7 @@ from rollwright.modules.llm.causal_lm import CausalLM
 from rollwright.modules.llm.decoding import Decoding, Generator, Row, completion_of
 from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
 from rollwright.modules.llm.sampling import Sampler
+from rollwright.modules.modes import in_eval_mode
 from rollwright.weight_update.forms import flat_state, prepare
 
 __all__ = ["TransformersEngine", "check_requests"]
@@ -42,8 +43,11 @@ class TransformersEngine(Engine):
     Weights may be updated between two tokens of a response. What the new weights then read of the tokens before is what
     the old ones wrote into the cache.
 
-    All methods may be called by any thread; a call waits until the token in progress is sampled. The model is put into
-    eval mode when it generates. Its parameters are those of the module that was passed: nothing is copied.
+    All methods may be called by any thread; a call waits until the token in progress is sampled. Its parameters are
+    those of the module that was passed: nothing is copied. The model is in eval mode while tokens are sampled; when the
+    call returns or raises, each of its parts is in the mode of before. Mode and weights are those of the module, in all
+    threads: to train the model in one while another one generates, pass the engine a copy, and update its weights; or
+    call :meth:`pause` before the training step, and :meth:`resume` after it.
 
     Args:
         model: with ``past_key_values`` of attention layers.
@@ -270,9 +274,7 @@ class TransformersEngine(Engine):
         """
         while self._wanted:
             time.sleep(0)  # they hold the lock for a moment each
-        with self._between_tokens("sample the next one"):
-            if self.model.training:
-                self.model.eval()
+        with self._between_tokens("sample the next one"), in_eval_mode(self.model.modules()):
             while self._running.is_set():
                 version = self._version
                 if self._batch is not None:
