@@ -170,3 +170,30 @@ def test_data_that_do_not_fit():
     buffer.extend(episodes())
     with pytest.raises(ValueError, match=r"reward_fn: expected a reward for each.*\[8, 1\], got \[1\]"):
         buffer.sample()
+
+
+def moving(n: int = 30) -> TensorDict:
+    """Episodes whose steps say what they led to."""
+    data = episodes(n)
+    return data.set(("next", "achieved_goal"), data["achieved_goal"] + 1)
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
+def test_final_goals_from_before_the_last_action_are_warned_of_once(storage):
+    options = {"her_ratio": 1.0, "strategy": "final", "batch_size": 50}
+    buffer = HERReplayBuffer(reached, storage=storage(100), **options)
+    buffer.extend(moving())
+    with pytest.warns(UserWarning, match=r"pass achieved_goal_key=\('next', 'achieved_goal'\)"):
+        batch = buffer.sample()
+    assert set(batch["desired_goal"].squeeze(-1).tolist()) == {9.0, 19.0, 29.0}
+    buffer.sample()  # warnings are errors here
+    right = HERReplayBuffer(reached, storage=storage(100), achieved_goal_key=("next", "achieved_goal"), **options)
+    right.extend(moving())
+    assert set(right.sample()["desired_goal"].squeeze(-1).tolist()) == {10.0, 20.0, 30.0}
+
+
+@pytest.mark.parametrize("strategy", ["future", "episode", "random"])
+def test_goals_of_other_steps_are_not_warned_of(strategy):
+    buffer = HERReplayBuffer(reached, strategy=strategy, storage=LazyTensorStorage(100), batch_size=50)
+    buffer.extend(moving())
+    buffer.sample()

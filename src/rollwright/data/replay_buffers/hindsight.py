@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
@@ -34,7 +35,8 @@ class HindsightStrategy(enum.Enum):
 
     Attributes:
         FUTURE: the same step or a later one of the same trajectory, each with the same probability.
-        FINAL: the last step of the trajectory that is stored.
+        FINAL: the last step of the trajectory that is stored; where it ended, with ``achieved_goal_key=("next",
+            "achieved_goal")``.
         EPISODE: any step of the trajectory that is stored.
         RANDOM: any element of the buffer.
     """
@@ -60,7 +62,10 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         her_ratio: the share that is changed, from 0 to 1, rounded down to whole elements.
         strategy: see :class:`HindsightStrategy`, or its value.
         goal_key: entry of the goal; where ``("next", goal_key)`` is stored, it is replaced, too.
-        achieved_goal_key: entry of what was achieved, of the goal's shape.
+        achieved_goal_key: entry of what was achieved, of the goal's shape. ``("next", "achieved_goal")`` is what a step
+            has led to, and the one to take wherever it is stored. ``"achieved_goal"`` is what was achieved before the
+            action of the step: a final goal lacks what the last action did, and a goal of the same step is reached
+            before it begins. ``reward_fn`` compares the goal with the same entry.
         reward_key: entry of the reward.
         end_key: entry of flags that mark the last step of a trajectory.
         **options: those of :class:`ReplayBuffer`.
@@ -68,17 +73,22 @@ class HERReplayBuffer(TensorDictReplayBuffer):
     Raises:
         ValueError: ``her_ratio`` is out of its range, or there is no such strategy.
 
+    Warns:
+        UserWarning: final goals are what was achieved before the last action, and what it led to is stored; once.
+
     Example:
         >>> from tensordict import TensorDict
         >>> from rollwright.data import LazyTensorStorage
-        >>> reached = lambda td: (td["achieved_goal"] == td["desired_goal"]).float()
-        >>> storage = LazyTensorStorage(10)
-        >>> buffer = HERReplayBuffer(reached, her_ratio=1.0, strategy="final", storage=storage, batch_size=4)
+        >>> reached = lambda td: (td["next", "achieved_goal"] == td["desired_goal"]).float()
+        >>> options = {"storage": LazyTensorStorage(10), "batch_size": 4}
+        >>> key = ("next", "achieved_goal")
+        >>> buffer = HERReplayBuffer(reached, her_ratio=1.0, strategy="final", achieved_goal_key=key, **options)
         >>> steps = {"achieved_goal": torch.arange(3.0)[:, None], "desired_goal": torch.full((3, 1), 9.0)}
         >>> outcome = {"reward": torch.zeros(3, 1), "done": torch.tensor([[False], [False], [True]])}
+        >>> outcome["achieved_goal"] = steps["achieved_goal"] + 1
         >>> _ = buffer.extend(TensorDict({**steps, "next": outcome}, [3]))
         >>> buffer.sample()["desired_goal"].squeeze(-1)
-        tensor([2., 2., 2., 2.])
+        tensor([3., 3., 3., 3.])
     """
 
     def __init__(
@@ -104,6 +114,9 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         self.goal_key = checked_key("goal_key", goal_key)
         self.achieved_goal_key = checked_key("achieved_goal_key", achieved_goal_key)
         self.reward_key, self.end_key = checked_key("reward_key", reward_key), checked_key("end_key", end_key)
+        self._may_come_early = (
+            self.strategy is HindsightStrategy.FINAL and as_tuple(self.achieved_goal_key)[0] != "next"
+        )
         ends = () if self.end_key == NEXT_DONE else (self.end_key,)
         self._boundaries = Boundaries(None, ends, None, None)
         super().__init__(**options)
@@ -140,9 +153,26 @@ class HERReplayBuffer(TensorDictReplayBuffer):
                 raise KeyError(
                     f"achieved_goal_key: there is no entry {key!r}; the storage has {key_str(storage.keys())}."
                 )
+            self._warn_of_early_goals(storage.fields)
             return storage.read_entry(key, index)
         found = storage.read(index)
-        return _entry("achieved_goal_key", stacked(found) if isinstance(found, list) else found, key)
+        batch = stacked(found) if isinstance(found, list) else found
+        achieved = _entry("achieved_goal_key", batch, key)
+        self._warn_of_early_goals(leaf_keys(batch))
+        return achieved
+
+    def _warn_of_early_goals(self, stored: Container[NestedKey]) -> None:
+        """Warn, once, where final goals are not what the last step led to, though that is stored."""
+        key = unravel(("next", *as_tuple(self.achieved_goal_key)))
+        if self._may_come_early and key in stored:
+            warnings.warn(
+                f"achieved_goal_key: strategy='final' takes {self.achieved_goal_key!r} of the last step, which was "
+                f"achieved before its action. What that led to is in {key!r}: pass achieved_goal_key={key!r}, and "
+                "compare the goal with it in reward_fn.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._may_come_early = False
 
     def _relabelled(self, batch: Any, chosen: torch.Tensor, goals: torch.Tensor) -> TensorDictBase:
         goal = _entry("goal_key", batch, self.goal_key).clone()
