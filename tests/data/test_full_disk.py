@@ -233,6 +233,24 @@ def test_a_collector_reports_that_there_is_no_space(disk, tmp_path):
         assert bool((buffer[:]["next", "observation"] > buffer[:]["observation"]).any())
 
 
+def test_no_member_of_an_ensemble_is_loaded_where_there_is_no_space_for_another_one(disk, tmp_path):
+    other = ReplayBufferEnsemble(*(ReplayBuffer(storage=LazyTensorStorage(10**5)) for _ in range(2)))
+    for member in other.members:
+        member.extend(rows(10_000, 500))
+    members = [ReplayBuffer(storage=LazyMemmapStorage(10**5, scratch_dir=tmp_path / str(n))) for n in range(2)]
+    ensemble = ReplayBufferEnsemble(*members)
+    for member in members:
+        member.extend(rows(10))
+    disk.free = 10_000 * ROW_BYTES + 4096
+    with pytest.raises(OSError, match="No space left"):
+        ensemble.load_state_dict(other.state_dict())
+    for member in members:
+        check(member, 10)
+    disk.free = None
+    ensemble.load_state_dict(other.state_dict())
+    assert [len(member) for member in members] == [10_000] * 2
+
+
 def test_a_limit_on_files_is_an_error(tmp_path):
     buffer = ReplayBuffer(storage=LazyMemmapStorage(10**6, scratch_dir=tmp_path))
     with files_of_at_most(10**6), pytest.raises(OSError, match=r"a file of \d+ bytes cannot be made") as caught:

@@ -63,9 +63,11 @@ def restore(buffers: Sequence[ReplayBuffer], states: Sequence[Any]) -> None:
             buffer.writer.load_state_dict(state["writer"])
             if state["generator"] is not None and buffer.generator is not None:
                 buffer.generator.set_state(state["generator"])
-        for buffer, state in pairs:  # last: what is stored is too much for a copy to go back to
-            if state["storage"] is not None:
-                buffer.storage.load_state_dict(state["storage"])
+        stored = [(buffer.storage, state["storage"]) for buffer, state in pairs if state["storage"] is not None]
+        for storage, elements in stored:
+            storage.make_room(elements)
+        for storage, elements in stored:  # last: what is stored is too much for a copy to go back to
+            storage.load_state_dict(elements)
     for buffer, state in pairs:
         if buffer.limiter is not None:
             buffer.limiter.load_state_dict(state.get("limiter"))

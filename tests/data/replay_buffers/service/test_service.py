@@ -447,6 +447,28 @@ def test_an_explicit_dump_and_the_end_raise_where_the_disk_is_full(serve, tmp_pa
     assert ids_of(again) == list(range(100))
 
 
+class Unsaved:
+    """Can be sent once, and not be saved again."""
+
+    def __init__(self, sent=False):
+        self.sent = sent
+
+    def __reduce__(self):
+        if self.sent:
+            raise ZeroDivisionError("not this")
+        return Unsaved, (True,)
+
+
+def test_an_element_that_cannot_be_saved_is_a_warning_and_writing_goes_on(serve, tmp_path):
+    buffer = serve(ReplayBuffer, storage=partial(ListStorage, 10), service={"path": tmp_path / "d", "dump_every": 1})
+    with pytest.warns(RuntimeWarning, match="could not save its buffer: .*not this"):
+        buffer.extend([Unsaved()])
+    buffer.extend([1])
+    assert buffer.write_count == 2
+    with pytest.raises(OSError, match="could not be saved"):
+        buffer.shutdown()
+
+
 def test_workers_go_on_where_the_disk_is_full(serve, tmp_path):
     buffer = serve(size=10_000, service={"path": tmp_path / "dumps", "dump_every": 20}, batch_size=8)
     options = {"num_collectors": 2, "sync": False, "frames_per_batch": 20, "total_frames": 400}

@@ -457,6 +457,13 @@ class Storage(ABC):
             )
         self.ledger.check_at_rest()
 
+    def make_room(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027 - most take memory as they load
+        """Take the memory for a state that :meth:`check_state` has passed; what is stored stays.
+
+        Raises:
+            OSError: the disk, or memory, is full.
+        """
+
     def _takes(self, elements: Any) -> bool:
         """Whether elements of a state are of the kind that :meth:`read` gives."""
         if isinstance(self.read(np.zeros(0, np.int64)), list):

@@ -569,13 +569,11 @@ class RowStorage(Storage):
             OSError: the disk, or memory, is full.
         """
         self.check_state(state_dict)
+        self.make_room(state_dict)
         saved, low, high = self._saved_rows(state_dict), state_dict["low"], state_dict["high"]
-        if saved is not None:
-            entries, dim, schema = saved
-            self.settle(schema.fields, schema.rest, dim, schema.batch, schema.form)
         with self.ledger.restoring(state_dict):
             if saved is not None:
-                self._memory.make_space(high)
+                entries, dim, _ = saved
                 skipped = max(0, high - low - self.capacity)
                 kept = {key: value.narrow(dim, skipped, high - low - skipped) for key, value in entries.items()}
                 self._write(low + skipped, high - low - skipped, kept, dim)
@@ -589,6 +587,16 @@ class RowStorage(Storage):
         schema, alike = saved[2], (held.rest, held.dim_extend)
         if not self._holds_nothing or (schema.rest, schema.dim_extend) != alike:
             self._check_fields(held, schema.fields, schema.rest, schema.dim_extend, schema.form)
+
+    def make_room(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`Storage.make_room`."""
+        saved = self._saved_rows(state_dict)
+        if saved is None:
+            return
+        schema = saved[2]
+        self.settle(schema.fields, schema.rest, schema.dim_extend, schema.batch, schema.form)
+        with self.ledger.writing():
+            self._memory.make_space(state_dict["high"])
 
     def _saved_rows(self, state: Mapping[str, Any]) -> tuple[dict[NestedKey, torch.Tensor], int, Schema] | None:
         """Entries of a saved storage, the dimension of them that rows are, and what a row holds; None: there are none.

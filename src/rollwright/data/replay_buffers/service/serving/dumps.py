@@ -82,10 +82,10 @@ class Dumps:
         try:
             keeper.note_promises()
             self.dump(keeper)
-        except OSError as error:
+        except Exception as error:  # the buffer is there, whatever an object does when it is saved
             self.failed(error)
 
-    def failed(self, error: OSError) -> None:
+    def failed(self, error: Exception) -> None:
         """Saving has failed: try again after a pause."""
         self._is_owed, self.failure = True, str(error)
         if time.monotonic() >= self._again_at:

@@ -263,7 +263,7 @@ class Keeper:
             return
         try:
             self._dumps.finish(self)
-        except OSError as error:
+        except Exception as error:
             raise OSError(f"what the buffer holds could not be saved, and its last dump is older: {error}") from error
 
 
