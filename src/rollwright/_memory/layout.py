@@ -27,7 +27,7 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 def in_numpy(dtype: torch.dtype) -> bool:
     """Whether NumPy has the dtype (it has no bfloat16, for one)."""
     try:
-        torch.empty(0, dtype=dtype).numpy()
+        torch.empty(0, dtype=dtype, device="cpu").numpy()
     except TypeError:
         return False
     return True
@@ -67,7 +67,7 @@ class Field(NamedTuple, Generic[K]):
         """
         count = math.prod(self.shape)
         if not count:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.start - origin).view(self.shape)
 
 

@@ -54,7 +54,7 @@ class Slab:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.field = Field("", tuple(shape), dtype)
-        memory = memoryview(cast(Any, torch.empty(self.field.num_bytes, dtype=torch.uint8).numpy()))
+        memory = memoryview(cast(Any, torch.empty(self.field.num_bytes, dtype=torch.uint8, device="cpu").numpy()))
         self._loan = Loan(memory)
         self._base = EntryMemory.over(self.field.tensor(memory))
 

@@ -99,13 +99,13 @@ class BoundaryKeeper:
 
     def finish(self, batch: TensorDictBase) -> TensorDictBase:
         """Write what was kept into the batch, and begin the next one."""
-        index = (-1 - torch.arange(batch.batch_size[-1])).repeat(self._batch_size.numel(), 1)
+        index = (-1 - torch.arange(batch.batch_size[-1], device="cpu")).repeat(self._batch_size.numel(), 1)
         count = 0
         for t, where in self._places:
-            index[where.cpu(), t] = torch.arange(count, count + len(where))
+            index[where.cpu(), t] = torch.arange(count, count + len(where), device="cpu")
             count += len(where)
         rows = cast(TensorDictBase, torch.cat(cast(Any, self._rows)))
-        rows.set(_TIME, torch.cat([torch.full((len(where),), t) for t, where in self._places]))
+        rows.set(_TIME, torch.cat([torch.full((len(where),), t, device="cpu") for t, where in self._places]))
         batch.set(BOUNDARY, index.reshape(batch.batch_size).to(batch.device or "cpu"))
         put_table(batch, Table(rows))
         self._rows, self._places = [], []

@@ -11,6 +11,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel
+from rollwright._tensors import device_of
 from rollwright.data.layout import complete_done
 from rollwright.data.layout.rewards import take_token_rewards
 from rollwright.data.specs import Composite, NonTensor, StackedComposite, TensorSpec
@@ -301,7 +302,7 @@ def complete_reset(env: EnvBase, given: TensorDictBase | None, fresh: object) ->
     for key in env.done_keys:
         if td.get(key, None) is None:
             shape = td.batch_size + spec[key].shape[env.ndim :]
-            td.set(key, torch.zeros(shape, dtype=torch.bool, device=env.device or td.device))
+            td.set(key, torch.zeros(shape, dtype=torch.bool, device=env.device or device_of(td)))
     check_entries(env, td, "observation", "reset")
     check_entries(env, td, "done", "reset")
     if given is None:

@@ -10,6 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 from torch import nn
 
+from rollwright._tensors import as_tensor
 from rollwright.data.layout import end_of_trajectory, mark_truncated
 from rollwright.modules import set_recurrent_mode
 from rollwright.modules.signature import Call, speak_tensordict
@@ -124,7 +125,7 @@ def rollout(  # noqa: D417 - self
             frames.append(keep(td))  # policies may write into what they see, and into buffers of their own
             ends = end_of_trajectory(td.get("next"), self.done_groups, td.ndim)
             ended = ended | ends if break_when_all_done else ends.any()
-            if bool(torch.as_tensor(ended).all()) or t == max_steps - 1:
+            if bool(as_tensor(ended).all()) or t == max_steps - 1:
                 break
             td = following
         else:

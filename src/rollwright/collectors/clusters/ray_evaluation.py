@@ -15,6 +15,7 @@ from rollwright._processes.network.ray_resources import check_cluster, check_rem
 from rollwright._processes.network.ray_sessions import RaySession
 from rollwright._processes.network.sources import with_sources
 from rollwright._processes.pickling import dumps
+from rollwright._tensors import as_tensor
 from rollwright.collectors.evaluation.arguments import copy_of
 from rollwright.collectors.evaluation.statistics import prepare_weights
 from rollwright.data.layout import end_of_trajectory
@@ -181,7 +182,7 @@ class RolloutRunner:
         """See :meth:`RayEvalWorker.submit` and :meth:`RayEvalWorker.poll`."""
         module = weights_of(self._policy)
         if module is not None:
-            state = {name: torch.as_tensor(value) if _is_array(value) else value for name, value in weights.items()}
+            state = {name: as_tensor(value) if _is_array(value) else value for name, value in weights.items()}
             prepare_weights(self._policy, state, "policy")()
             module.eval()
         frames: list[Any] = []

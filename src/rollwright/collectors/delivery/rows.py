@@ -181,7 +181,7 @@ def pad(trajectories: Sequence[Sequence[RowRange]]) -> TensorDictBase:
         ValueError: the shape of an entry varies from frame to frame.
     """
     pieces = [piece for trajectory in trajectories for piece in trajectory]
-    lengths = torch.tensor([sum(piece.stop - piece.start for piece in found) for found in trajectories])
+    lengths = torch.tensor([sum(piece.stop - piece.start for piece in found) for found in trajectories], device="cpu")
     if any(piece.frames.leaves is None for piece in pieces):
         return pad_trajectories(concatenate(pieces), lengths.cumsum(0) - lengths, lengths, MASK)
     longest = int(lengths.max())
@@ -195,6 +195,6 @@ def pad(trajectories: Sequence[Sequence[RowRange]]) -> TensorDictBase:
             parts += [piece.of(key) for piece in found]
             parts.append(blank.expand(longest - length, *like.shape[1:]))
         leaves[key] = torch.cat(parts).unflatten(0, shape)
-    mask = torch.arange(longest) < lengths.unsqueeze(-1)
+    mask = torch.arange(longest, device="cpu") < lengths.unsqueeze(-1)
     leaves[MASK] = mask.to(pieces[0].frames.device or "cpu")
     return pieces[0].frames.nested_like(leaves, shape)

@@ -135,8 +135,8 @@ def padded_episodes(batches: Sequence[TensorDictBase], results: EpisodeResults) 
     """
     frames = cast(TensorDictBase, torch.cat(cast(Any, list(batches)), batches[0].ndim - 1))
     steps = frames.batch_size[-1]
-    starts = torch.tensor([env * steps + start for env, start in results.places])
-    return pad_trajectories(frames.reshape(-1), starts, torch.tensor(results.lengths), MASK)
+    starts = torch.tensor([env * steps + start for env, start in results.places], device="cpu")
+    return pad_trajectories(frames.reshape(-1), starts, torch.tensor(results.lengths, device="cpu"), MASK)
 
 
 def as_number(value: Any) -> Any:

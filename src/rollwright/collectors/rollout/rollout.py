@@ -139,7 +139,7 @@ class Rollout:
         self._went_back = False  # since the last look ahead
         self._stepped = False  # whether a frame was taken in this object's life
         self._unused_ids: torch.Tensor | None = None  # of trajectories that have not taken a step
-        self._reset_envs = torch.ones(self.num_rows, dtype=torch.bool).numpy()  # since the last batch
+        self._reset_envs = torch.ones(self.num_rows, dtype=torch.bool, device="cpu").numpy()  # since the last batch
         self._outputs: tuple[TensorDictBase | None] | None = None  # of the policy, once it was tried
         self._check_finite = stages.finite_check(env)
         self._parts = PathParts(
@@ -600,7 +600,7 @@ class Rollout:
             return
         if not self._path.started:
             self.start_trajectories()
-        marked = torch.zeros(self.env.batch_size, dtype=torch.bool)
+        marked = torch.zeros(self.env.batch_size, dtype=torch.bool, device="cpu")
         try:
             marked[index] = True
         except (IndexError, TypeError) as error:

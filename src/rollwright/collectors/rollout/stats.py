@@ -130,7 +130,7 @@ class EpisodeStats:
         """:meth:`update` from the tensors of a batch ``[*env, T]``; without rewards, returns count zero."""
         steps = batch.batch_size[-1]
         if reward is None:
-            rows = torch.zeros(ended.shape)
+            rows = torch.zeros(ended.shape, device="cpu")
         else:
             rows = reward.detach().reshape(*batch.batch_size, -1)
             rows = rows.squeeze(-1) if rows.shape[-1] == 1 else rows.sum(-1, dtype=torch.float64)

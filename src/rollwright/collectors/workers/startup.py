@@ -58,7 +58,7 @@ class Workers:
         packing = [(Segment(), Segment()) for _ in factories]
         self._segments = [counters, blocks, *(segment for pair in packing for segment in pair)]
         self.publisher = publisher
-        seed = int(torch.empty((), dtype=torch.int64).random_()) % 2**62
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) % 2**62
         pickled = None if policy is None else _pickled(policy, own.start_method)
         specs = [
             WorkerSpec(

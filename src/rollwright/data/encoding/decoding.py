@@ -197,7 +197,7 @@ class _Plan:
     def _tensor(self, rest: Any, path: tuple[str, ...]) -> Build:
         name, ndim = rest
         dtype, bits = DTYPES[name]
-        stored = torch.empty(0, dtype=bits).numpy().dtype
+        stored = torch.empty(0, dtype=bits, device="cpu").numpy().dtype
         at = self._take(1 + ndim) if isinstance(ndim, int) else self._take(-1)
         key = unravel(path) if path else ()
         self.entries[key] = (stored, ndim, at) if path and dtype is bits else None

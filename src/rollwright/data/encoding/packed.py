@@ -28,7 +28,7 @@ def pack_rows(rows: Sequence[Any]) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "rows": torch.from_numpy(memory),
-        "lengths": torch.tensor(lengths, dtype=torch.int64),
+        "lengths": torch.tensor(lengths, dtype=torch.int64, device="cpu"),
         "checksum": zlib.crc32(memory.data),
     }
 

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright._tensors import device_of
 
 __all__ = [
     "DONE",
@@ -156,7 +157,7 @@ def end_of_trajectory(td: TensorDictBase, groups: list[DoneGroup], batch_ndim: i
         flag = any_below(td.get(group.done), batch_ndim)
         ended = flag if ended is None else ended | flag
     if ended is None:
-        return torch.zeros(td.batch_size[:batch_ndim], dtype=torch.bool, device=td.device)
+        return torch.zeros(td.batch_size[:batch_ndim], dtype=torch.bool, device=device_of(td))
     return ended
 
 

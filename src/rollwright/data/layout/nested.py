@@ -94,7 +94,7 @@ class NestedTrajectories(LazyStackedTensorDict):
         Raises:
             RuntimeError: an entry varies beyond the length.
         """
-        lengths = torch.tensor([row.batch_size[0] for row in self.tensordicts])
+        lengths = torch.tensor([row.batch_size[0] for row in self.tensordicts], device="cpu")
         longest = int(lengths.max())
         rows: list[TensorDictBase] = []
         for row in self.tensordicts:
@@ -112,5 +112,7 @@ class NestedTrajectories(LazyStackedTensorDict):
         padded = cast(TensorDictBase, LazyStackedTensorDict.maybe_dense_stack(cast(Any, rows), 0))
         padded.names = [None, "time"]
         if mask_key is not None:
-            padded.set(mask_key, (torch.arange(longest) < lengths.unsqueeze(-1)).to(padded.device or "cpu"))
+            padded.set(
+                mask_key, (torch.arange(longest, device="cpu") < lengths.unsqueeze(-1)).to(padded.device or "cpu")
+            )
         return padded

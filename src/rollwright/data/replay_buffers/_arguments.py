@@ -11,6 +11,7 @@ from torch import nn
 
 from rollwright._foreign import class_path, is_torchrl_transform, kind_in, overrides
 from rollwright._keys import NestedKey
+from rollwright._tensors import device_of
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.base import GENERATION, RandomSampler, Sampler
 from rollwright.data.replay_buffers.samplers.consuming import ConsumingSampler
@@ -190,7 +191,7 @@ def changed(
     given = change.transform if isinstance(change, Inverted) else change
     number, drops = len(info["index"]), any(getattr(part, "leaves_out", False) for part in parts_of(given))
     if drops and isinstance(batch, TensorDictBase):
-        places = torch.arange(number, device=batch.device).reshape(-1, *[1] * (batch.ndim - 1))
+        places = torch.arange(number, device=device_of(batch)).reshape(-1, *[1] * (batch.ndim - 1))
         batch = batch.copy().set(_PLACE, places.expand(batch.batch_size))
     result = applied(change, batch)
     left = result.pop(_PLACE, None) if drops and isinstance(result, TensorDictBase) else None

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, checked_key, key_str
+from rollwright._tensors import as_tensor
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.entries import flat_entries
 from rollwright.data.replay_buffers.storages.rows import RowStorage
@@ -83,7 +84,7 @@ def update_if_present(
     if (version_key is None) != (version is None):
         raise ValueError("version_key, version: expected both or neither, got one. Pass the version of the patch.")
     given = flat_entries(patch).items()
-    values = {key: _ordered(storage, torch.as_tensor(value), flat) for key, value in given}
+    values = {key: _ordered(storage, as_tensor(value), flat) for key, value in given}
     if version_key is not None:
         version_key = checked_key("version_key", version_key)
         if version_key in values:
@@ -102,7 +103,7 @@ def update_if_present(
             chosen = newest
         places = torch.from_numpy(chosen)
         storage.write_entries(flat[chosen], {key: value[places] for key, value in values.items()})
-    updated = torch.zeros(len(flat), dtype=torch.bool)
+    updated = torch.zeros(len(flat), dtype=torch.bool, device="cpu")
     updated[places] = True
     return ConditionalUpdateResult(updated, None if rejected is None else torch.from_numpy(rejected))
 
@@ -117,7 +118,7 @@ def _versions(storage: RowStorage, key: NestedKey, version: Any, flat: Index) ->
     if key not in storage.fields:
         raise KeyError(f"version_key: there is no entry {key!r}; the storage has {key_str(storage.keys())}.")
     shape, dtype = storage.fields[key]
-    value, n = _ordered(storage, torch.as_tensor(version, dtype=dtype), flat), len(flat)
+    value, n = _ordered(storage, as_tensor(version, dtype=dtype), flat), len(flat)
     if torch.Size(shape).numel() != 1 or value.numel() not in (1, n):
         raise ValueError(
             f"version: expected one number, or one for each of the {n} elements, for an entry of one number each, got "

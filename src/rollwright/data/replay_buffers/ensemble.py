@@ -12,6 +12,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._foreign import class_path
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
+from rollwright._tensors import as_tensor
 from rollwright.data.loading import load_saved, save
 from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._arguments import (
@@ -143,7 +144,7 @@ class ReplayBufferEnsemble:
             member.insert_limiter = limiter
 
     def _weights(self, p: Sequence[float] | torch.Tensor) -> torch.Tensor:
-        weights = torch.as_tensor(p, dtype=torch.float64)
+        weights = as_tensor(p, dtype=torch.float64)
         if weights.shape != (len(self.members),) or bool((weights < 0).any()) or not bool(weights.sum() > 0):
             raise ValueError(
                 f"p: expected {len(self.members)} weights of at least 0, not all of them 0, got {weights.tolist()}."
@@ -280,7 +281,7 @@ class ReplayBufferEnsemble:
         if self.sample_from_all:
             return list(range(count))
         if self.p is None:
-            drawn = torch.randint(count, (self.num_buffer_sampled,), generator=self.generator)
+            drawn = torch.randint(count, (self.num_buffer_sampled,), generator=self.generator, device="cpu")
         else:
             drawn = torch.multinomial(self.p, self.num_buffer_sampled, replacement=True, generator=self.generator)
         return [int(n) for n in drawn]
@@ -300,7 +301,7 @@ class ReplayBufferEnsemble:
         ids = torch.cat([row.get("buffer_ids").reshape(-1) for row in rows])
         places = torch.cat([row.get("index").flatten(0, row.ndim - 1) for row in rows])
         is_listed = isinstance(priority, list | tuple) and all(isinstance(row, torch.Tensor) for row in priority)
-        each = torch.cat([row.reshape(-1) for row in priority]) if is_listed else torch.as_tensor(priority)
+        each = torch.cat([row.reshape(-1) for row in priority]) if is_listed else as_tensor(priority)
         if each.numel() != 1 and each.numel() % max(len(ids), 1):
             raise ValueError(
                 f"priority: expected one for each of the {len(ids)} elements, got shape {list(each.shape)}. Pass the "
@@ -516,7 +517,7 @@ def _is_one(index: Any) -> bool:
 
 def _places(member: int, index: torch.Tensor) -> TensorDict:
     """Indices of elements of a member, and whose they are."""
-    return TensorDict({"buffer_ids": torch.full((len(index),), member), "index": index}, [len(index)])
+    return TensorDict({"buffer_ids": torch.full((len(index),), member, device="cpu"), "index": index}, [len(index)])
 
 
 def _stack(rows: list[Any]) -> Any:

@@ -125,7 +125,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         with self.storage.ledger.reading():
             draw, data = super()._read(size)
             count = int(len(draw.index) * self.her_ratio)
-            chosen = torch.randperm(len(draw.index), generator=self.generator)[:count]
+            chosen = torch.randperm(len(draw.index), generator=self.generator, device="cpu")[:count]
             goals = self._achieved(self._sources(draw.index[chosen.numpy()])) if count else None
         batch = stacked(data) if isinstance(data, list) else data
         return draw, batch if goals is None else self._relabelled(batch, chosen, goals)
@@ -143,7 +143,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         if self.strategy is HindsightStrategy.FINAL:
             return grid.elements(lane, last)
         begin = tick if self.strategy is HindsightStrategy.FUTURE else first
-        share = torch.rand(len(index), dtype=torch.float64, generator=self.generator).numpy()
+        share = torch.rand(len(index), dtype=torch.float64, generator=self.generator, device="cpu").numpy()
         return grid.elements(lane, begin + (share * (last - begin + 1)).astype(np.int64))
 
     def _achieved(self, index: Index) -> torch.Tensor:

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from torch import nn
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, checked_key, key_str, leaf_keys, unravel
+from rollwright._tensors import device_of
 from rollwright.data.layout import IS_INIT, MASK, NEXT_DONE, TRAJ_IDS
 
 __all__ = ["NextStateReconstructor", "PolicyAgeFilter"]
@@ -179,7 +180,7 @@ class NextStateReconstructor(nn.Module):
     def _follows(self, batch: TensorDictBase, time: int) -> torch.Tensor:
         """Whether the step after each follows it, bool ``[*env, T]``."""
         shape, last = batch.batch_size, batch.batch_size[-1] - 1
-        follows = torch.ones(shape, dtype=torch.bool, device=batch.device)
+        follows = torch.ones(shape, dtype=torch.bool, device=device_of(batch))
         follows.narrow(time, last, 1).fill_(False)
         inner = follows.narrow(time, 0, last)
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
+from rollwright._tensors import as_tensor
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import num_rows
 from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
@@ -76,10 +77,10 @@ class Writer(ABC):
         Returns:
             int64 ``[n]``, or ``[]`` for one element; -1: nothing is stored there, or the writer tracks no generations.
         """
-        places = torch.as_tensor(index)
+        places = as_tensor(index)
         if self.storage is None or not self.tracks_generations:
             shape = places.shape if self.storage is None or self.storage.ndim == 1 else places.shape[:-1]
-            return torch.full(shape, -1, dtype=torch.int64)
+            return torch.full(shape, -1, dtype=torch.int64, device="cpu")
         return self.storage.generations_at(places)
 
     @abstractmethod
@@ -249,7 +250,7 @@ class TensorDictMaxValueWriter(Writer):
                 heapq.heapreplace(heap, (float(values[n]), row))
                 chosen[row], index[n] = n, row
         if chosen:
-            storage.overwrite(np.fromiter(chosen, np.int64), batch[torch.tensor(list(chosen.values()))])
+            storage.overwrite(np.fromiter(chosen, np.int64), batch[torch.tensor(list(chosen.values()), device="cpu")])
         if room < len(values):
             storage.ledger.skip(len(values) - room)
         self._seen, self._seen_in = (*storage.ledger.live(), storage.ledger.revision), storage

@@ -353,7 +353,7 @@ class TensorSpec(abc.ABC):
         """The batch shape with its -1 worked out."""
         old = self.shape[: self.batch_ndim]
         try:
-            return torch.zeros(()).expand(old).reshape(tuple(batch)).shape
+            return torch.zeros((), device="cpu").expand(old).reshape(tuple(batch)).shape
         except RuntimeError as error:
             raise ValueError(
                 f"shape: expected as many elements as in {list(old)}, got {list(batch)}. {error}"

@@ -39,7 +39,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 def numpy_dtype(dtype: torch.dtype) -> Any:
     """The NumPy dtype of a torch dtype (float32 for bfloat16)."""
-    return np.dtype(np.float32) if dtype == torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
+    return np.dtype(np.float32) if dtype == torch.bfloat16 else torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
 
 
 def from_gym_space(

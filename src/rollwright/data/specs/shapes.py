@@ -79,7 +79,7 @@ def index_shape(batch: Sequence[int], idx: Any) -> torch.Size:
     """
     try:
         # An expanded scalar takes no memory, whatever its shape.
-        return torch.zeros(()).expand(tuple(batch))[full_index(idx, 0)].shape
+        return torch.zeros((), device="cpu").expand(tuple(batch))[full_index(idx, 0)].shape
     except (IndexError, RuntimeError, TypeError) as error:
         raise IndexError(
             f"index: expected one that fits the batch dimensions {list(batch)}, got {idx!r} ({error}). "

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from rollwright._foreign import class_path, is_torchrl_spec, kind_in
+from rollwright._tensors import as_tensor
 from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.binary import Binary
 from rollwright.data.specs.composite import Composite
@@ -120,7 +119,7 @@ def _composite(spec: Any) -> Composite:
 
 
 def _numbers(spec: Any) -> list[int]:
-    return [int(n) for n in torch.as_tensor(spec.nvec).reshape(-1, torch.as_tensor(spec.nvec).shape[-1])[0]]
+    return [int(n) for n in as_tensor(spec.nvec).reshape(-1, as_tensor(spec.nvec).shape[-1])[0]]
 
 
 def _stacked(spec: Any) -> TensorSpec:
@@ -149,7 +148,7 @@ _READ: dict[str, Callable[[Any], TensorSpec]] = {
 
 
 def _no_start(spec: Any) -> None:
-    if torch.as_tensor(spec.start).any():
+    if as_tensor(spec.start).any():
         raise SpecError(
             f"spec: {spec!r} begins at {spec.start}, and outcomes of TorchRL's specs begin at 0. Let the environment "
             "count from 0."

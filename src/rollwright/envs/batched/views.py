@@ -90,8 +90,8 @@ class EnvsView(BatchedEnv):
         super().__init__([parts[row] for row in rows], batch.device)
         everywhere = range(batch.num_workers)
         self._marks = [row in rows for row in everywhere]
-        self._places = torch.tensor([rows.index(row) if row in rows else 0 for row in everywhere])
-        self._index = torch.tensor(self._rows)
+        self._places = torch.tensor([rows.index(row) if row in rows else 0 for row in everywhere], device="cpu")
+        self._index = torch.tensor(self._rows, device="cpu")
 
     def __getitem__(self, index: Any) -> EnvsView:
         """Some of these environments."""

@@ -12,6 +12,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
 from rollwright._keys import NestedKey, as_tuple, is_private, unravel
+from rollwright._tensors import as_tensor
 from rollwright.data.specs import Composite, NonTensor, TensorSpec, Unbounded
 from rollwright.envs.base import EnvBase
 from rollwright.envs.utils import check_env_specs
@@ -69,7 +70,7 @@ class default_info_dict_reader(BaseInfoDictReader):
         names = None if keys is None else [unravel(key) for key in keys]
         if spec is None:
             if names is not None:
-                self._announce({name: Unbounded(()) for name in names})
+                self._announce({name: Unbounded((), device="cpu") for name in names})
         elif isinstance(spec, (Composite, Mapping)):
             pairs = dict(spec.leaves().items() if isinstance(spec, Composite) else spec.items())
             if names is not None and set(names) != {unravel(key) for key in pairs}:
@@ -271,7 +272,7 @@ def _spec_like(value: Any, batch_ndim: int) -> TensorSpec:
     array = _numeric(value)
     if array is None or array.ndim < batch_ndim:
         return NonTensor((), example_data=value)
-    return Unbounded(array.shape[batch_ndim:], dtype=torch.as_tensor(array).dtype)
+    return Unbounded(array.shape[batch_ndim:], dtype=as_tensor(array).dtype, device="cpu")
 
 
 def _as_tensor(key: NestedKey, value: Any, spec: TensorSpec, batch: torch.Size) -> Tensor:
@@ -283,4 +284,4 @@ def _as_tensor(key: NestedKey, value: Any, spec: TensorSpec, batch: torch.Size) 
             f"info entry {key!r}: expected numbers of shape {list(expected)}, got {got}. Give the reader "
             f"the entry's spec: default_info_dict_reader([{key!r}], spec=[...])."
         )
-    return torch.tensor(array, dtype=spec.dtype).reshape(expected)
+    return torch.tensor(array, dtype=spec.dtype, device="cpu").reshape(expected)

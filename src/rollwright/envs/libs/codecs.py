@@ -57,7 +57,7 @@ def _walk(space: Space[Any], root: str, categorical: bool, names: tuple[str, ...
         names = names or (root,)
         children = [(i, (*names, str(i)), child) for i, child in enumerate(space.spaces)]
     else:
-        spec = from_gym_space(space, categorical_action_encoding=categorical)
+        spec = from_gym_space(space, device="cpu", categorical_action_encoding=categorical)
         return [Leaf(unravel(names or (root,)), path, space, spec)]
     return [leaf for index, below, child in children for leaf in _walk(child, root, categorical, below, (*path, index))]
 

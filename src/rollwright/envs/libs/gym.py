@@ -160,8 +160,8 @@ class GymWrapper(InfoReadingEnv):
         self.observation_spec = spec_of(observations, batch)
         self.action_spec = spec_of(actions, batch)
         reward_dtype = torch_dtype(self.reward_dtype)
-        self.reward_spec = Unbounded((*batch, 1), device=self.device, dtype=reward_dtype)
-        flag = Categorical(2, shape=(*batch, 1), dtype=torch.bool, device=self.device)
+        self.reward_spec = Unbounded((*batch, 1), device=self.device or "cpu", dtype=reward_dtype)
+        flag = Categorical(2, shape=(*batch, 1), dtype=torch.bool, device=self.device or "cpu")
         self.done_spec = flag
         self.add_truncated_keys()
 

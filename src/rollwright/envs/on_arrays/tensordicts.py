@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, leaves, place
+from rollwright._tensors import as_tensor
 from rollwright.data.specs import Composite
 from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import FLAGS, ArrayEnv, ArrayTransform, Entry, Rows, Values, entries_of, objects_of
@@ -376,7 +377,7 @@ def _as_tensor(value: Any, entry: Entry | None) -> torch.Tensor:
         return torch.from_numpy(np.array(value, entry.dtype).reshape(entry.shape))
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value if value.flags.writeable else value.copy())
-    return torch.as_tensor(value)
+    return as_tensor(value)
 
 
 def _nested(

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import key_str
 from rollwright._processes.channel import ByValue
+from rollwright._tensors import as_tensor
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs.shapes import as_device
 from rollwright.envs._checks import missing_actions
@@ -178,7 +179,7 @@ class RecreatedEnv(WrapperEnv):
             td = self.full_observation_spec.zero()
             for key in self.observation_keys:
                 spec = self.full_observation_spec[key]
-                td.set(key, torch.as_tensor((last or {})[key]).to(spec.dtype).reshape(spec.shape).clone())
+                td.set(key, as_tensor((last or {})[key]).to(spec.dtype).reshape(spec.shape).clone())
         flags = self.full_done_spec.zero()
         for group in self.done_groups:
             for flag in (group.done, group.truncated):

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._processes.restarts import RestartPolicy
+from rollwright._tensors import device_of
 from rollwright.data.layout import DoneGroup, complete_done
 from rollwright.envs.arrays import Values
 from rollwright.envs.batched.hosting.answers import Gathered, LostProcess
@@ -130,7 +131,7 @@ def end_rows(td: TensorDictBase, groups: list[DoneGroup], rows: Iterable[int], *
         failed: they took no step: their flags mean nothing.
     """
     complete_done(td, groups)
-    ends = torch.zeros(td.batch_size[0], dtype=torch.bool, device=td.device)
+    ends = torch.zeros(td.batch_size[0], dtype=torch.bool, device=device_of(td))
     ends[sorted(rows)] = True
     for group in groups:
         flags = {key: td.get(key) for key in group.keys}

@@ -10,6 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
+from rollwright._tensors import device_of
 from rollwright.data.layout import IS_INIT, DoneGroup
 from rollwright.data.layout.rewards import summed_reward
 from rollwright.data.specs import Bounded, Composite, Unbounded
@@ -50,7 +51,7 @@ class Bookkeeping(Transform):
         """A tensor of the shape of the group's flags."""
         done = tensordict.get(group.done, None)
         if done is None:
-            return torch.zeros((*tensordict.batch_size, 1), dtype=torch.bool, device=tensordict.device)
+            return torch.zeros((*tensordict.batch_size, 1), dtype=torch.bool, device=device_of(tensordict))
         return cast(torch.Tensor, done)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -254,8 +255,8 @@ class StepCounter(Cutting):
     def _announce(self, spec: Composite, flags: Composite) -> Composite:
         most = torch.iinfo(torch.int64).max
         for group, key in self._entries:
-            shape = flags[group.done].shape
-            spec.set(key, Bounded(0, most, shape=shape, dtype=torch.int64, device=spec.device))
+            flag = flags[group.done]
+            spec.set(key, Bounded(0, most, shape=flag.shape, dtype=torch.int64, device=flag.device))
         return spec
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, unravel
+from rollwright._tensors import as_tensor
 from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
 from rollwright.data.specs.gymspaces import numpy_dtype
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry
@@ -24,7 +25,7 @@ Pairs = list[tuple[NestedKey, NestedKey]]
 
 def _as_float(name: str, value: Number) -> torch.Tensor:
     try:
-        given = torch.as_tensor(value)
+        given = as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name}: expected a number or a tensor, got {value!r}. Pass a float.") from error
     given = given.detach().clone() if given.is_floating_point() else given.to(torch.get_default_dtype())

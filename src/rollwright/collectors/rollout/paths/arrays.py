@@ -342,7 +342,7 @@ class ArrayPath(Path):
         current = cast(TensorDictBase, self.current)
         current = write_outputs(current, self._written(outputs), {}, fresh=True)
         if self._tracks_version:
-            current.set(VERSION, torch.full(self._batch, self._acted))
+            current.set(VERSION, torch.full(self._batch, self._acted, device="cpu"))
         self._leave(frames, current, self._keeper, against, self._acting is self._random, taken)
 
     def _written(self, outputs: Values) -> TensorDictBase:

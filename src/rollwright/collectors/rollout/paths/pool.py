@@ -161,12 +161,12 @@ class PoolPath(Path):
         ready = sorted(self._roots)
         rows = [self._roots[index].exclude(INDEX) for index in ready]
         for index, row in zip(ready, rows, strict=True):
-            row.set(IDS, torch.tensor(self._id[index]))
+            row.set(IDS, torch.tensor(self._id[index], device="cpu"))
         current = LazyStackedTensorDict.maybe_dense_stack(rows, 0)
         acted = self._move_back(self._policy(current))
         if self._stamp is not None:
             stamp = self._stamp()
-            tag: Any = torch.tensor(stamp) if isinstance(stamp, int) else NonTensorData(stamp)
+            tag: Any = torch.tensor(stamp, device="cpu") if isinstance(stamp, int) else NonTensorData(stamp)
             made = [row.copy() for row in acted.unbind(0)]
             for row in made:
                 row.set(VERSION, tag)

@@ -120,7 +120,7 @@ class RemoteGroup:
     def place(self, frame: Any, sizes: Sequence[int]) -> list[memoryview]:
         """Memory for published weights."""
         specs = [spec for entries, _ in frame.models.values() for spec in entries]
-        self._weights.append([torch.empty(shape, dtype=dtype) for _, shape, dtype in specs])
+        self._weights.append([torch.empty(shape, dtype=dtype, device="cpu") for _, shape, dtype in specs])
         memories = [bytes_of(tensor) if tensor.numel() else None for tensor in self._weights[-1]]
         return [memoryview(b"") if memory is None else memory for memory in memories]
 

@@ -91,7 +91,7 @@ class WorkerCollector(Reachable):
         if weights is not None:
             prepare(policy, weights, "policy")()
         if isinstance(spec.create_env_fn, EnvBase):  # a copy, with the generator of its siblings
-            spec.create_env_fn.set_seed(int(torch.empty((), dtype=torch.int64).random_()) % 2**31)
+            spec.create_env_fn.set_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_()) % 2**31)
         ledger = ledger_of(options.replay_buffer)
         ids: TrajectoryIds = TrajectoryPool(ledger) if ledger else StridedIds(counters, spec.index, spec.num_workers)
         in_blocks = options.replay_buffer is None and not options.delivers_whole

@@ -339,6 +339,11 @@ def nth_live(rank: Index, low: int, gaps: Index) -> Index:
     return position
 
 
+def _drawn(low: int, high: int, n: int, generator: torch.Generator | None) -> Index:
+    drawn: Index = torch.randint(low, high, (n,), generator=generator, device="cpu").numpy()
+    return drawn
+
+
 @with_options()
 class RandomSampler(Sampler):
     """Every element that is stored, with the same probability, and with replacement.
@@ -380,10 +385,10 @@ class RandomSampler(Sampler):
         low, high, _ = span = storage.ledger.span()
         gaps, columns = storage.ledger.gaps(span), storage.columns
         if not len(gaps):
-            drawn: Index = torch.randint(low * columns, high * columns, (batch_size,), generator=generator).numpy()
+            drawn = _drawn(low * columns, high * columns, batch_size, generator)
             drawn %= storage.capacity * columns
             return Draw(drawn, {})
-        drawn = torch.randint(storage.ledger.num_live(span) * columns, (batch_size,), generator=generator).numpy()
+        drawn = _drawn(0, storage.ledger.num_live(span) * columns, batch_size, generator)
         rank, column = np.divmod(drawn, columns)
         return Draw(nth_live(rank, low, gaps) % storage.capacity * columns + column, {})
 
@@ -467,7 +472,7 @@ class Passes:
         if self.epoch is None or not self.epoch.holds(needed, alive):
             every = items()
             if self.shuffle:
-                every = every[:, torch.randperm(every.shape[1], generator=generator).numpy()]
+                every = every[:, torch.randperm(every.shape[1], generator=generator, device="cpu").numpy()]
             self.epoch = Epoch(every)
             if not self.epoch.holds(needed, alive):
                 raise ValueError(

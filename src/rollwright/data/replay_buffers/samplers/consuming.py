@@ -86,7 +86,7 @@ class ConsumingSampler(Sampler):
                 f"every element was drawn {self.max_sample_count} times: nothing is left to sample. Call extend(), or "
                 "wait until what writes into the buffer has written."
             )
-        chosen = torch.randperm(len(self._names), generator=generator)[:batch_size].numpy()
+        chosen = torch.randperm(len(self._names), generator=generator, device="cpu")[:batch_size].numpy()
         names = self._names[chosen]
         self._drawn[chosen] += 1
         left = self._drawn < self.max_sample_count

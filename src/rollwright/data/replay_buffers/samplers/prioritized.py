@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollwright._tensors import as_tensor
 from rollwright.data.replay_buffers.ledger.ledger import Span
 from rollwright.data.replay_buffers.samplers.base import Draw, Sampler
 from rollwright.data.replay_buffers.samplers.sumtree import MinTree, SumTree
@@ -233,7 +234,7 @@ class PrioritizedSampler(Sampler):
         return Draw(index, {WEIGHT: self._weight(index)})
 
     def _draw(self, n: int, generator: torch.Generator | None) -> Index:
-        share = torch.rand(n, dtype=torch.float64, generator=generator).numpy()
+        share = torch.rand(n, dtype=torch.float64, generator=generator, device="cpu").numpy()
         return self._masses.find(share * self._masses.total)
 
     def _weight(self, index: Index) -> torch.Tensor:
@@ -285,7 +286,7 @@ class PrioritizedSampler(Sampler):
 
     def _await_storage(self, index: Index | torch.Tensor, priority: Any) -> None:
         """Keep priorities until a storage says what lies where."""
-        places = torch.atleast_1d(torch.as_tensor(index, dtype=torch.int64)).cpu().clone()
+        places = torch.atleast_1d(as_tensor(index, dtype=torch.int64)).cpu().clone()
         value = self._one_each(priority, len(places))
         self._waiting.append((places, torch.from_numpy(value)))
         self._largest = max(self._largest, float(value.max(initial=0.0)))

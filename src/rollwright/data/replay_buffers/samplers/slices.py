@@ -13,6 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, checked_key, unravel
 from rollwright._options import with_options
+from rollwright._tensors import device_of
 from rollwright.data.layout import IS_INIT, MASK
 from rollwright.data.replay_buffers.ledger.ledger import Span
 from rollwright.data.replay_buffers.samplers.base import Draw, InPasses, Passes, Sampler, Slices
@@ -172,7 +173,7 @@ class SliceSampler(Sampler):
         runs = index.runs(length if self.strict_length else 1)
         if not runs.shape[1]:
             raise self._too_long(index, length)
-        share = torch.rand((2, count), dtype=torch.float64, generator=generator).numpy()
+        share = torch.rand((2, count), dtype=torch.float64, generator=generator, device="cpu").numpy()
         chosen = runs[:, (share[0] * runs.shape[1]).astype(np.int64)]
         return self._sliced(grid, index.low, chosen, share[1], length)
 
@@ -339,7 +340,7 @@ class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
             return lives
 
         chosen = self._passes.take(count, lambda: index.runs(least).copy(), alive, generator)
-        share = torch.rand(chosen.shape[1], dtype=torch.float64, generator=generator).numpy()
+        share = torch.rand(chosen.shape[1], dtype=torch.float64, generator=generator, device="cpu").numpy()
         return self._sliced(grid, index.low, chosen, share, length)
 
 
@@ -392,7 +393,7 @@ def _raise_flag(batch: TensorDictBase, key: NestedKey, where: Index) -> None:
     _check_flag(key, flag)
     made = flag is None
     if flag is None:
-        flag = torch.zeros(len(batch), 1, dtype=torch.bool, device=batch.device)
+        flag = torch.zeros(len(batch), 1, dtype=torch.bool, device=device_of(batch))
     flag[torch.from_numpy(where).to(flag.device)] = True
     if made or isinstance(batch, LazyStackedTensorDict):  # which reads entries as copies
         batch.set(key, flag)
@@ -407,7 +408,7 @@ def _mark_ends(batch: TensorDictBase, truncated_key: NestedKey, last: Index) -> 
     keys = [truncated_key, unravel((*path, "done")), unravel((*path, "terminated"))]
     truncated, done, terminated = (batch.get(key, None) for key in keys)
     known = next((flag for flag in (truncated, done, terminated) if flag is not None), None)
-    blank = torch.zeros(len(batch), 1, dtype=torch.bool, device=batch.device) if known is None else known ^ known
+    blank = torch.zeros(len(batch), 1, dtype=torch.bool, device=device_of(batch)) if known is None else known ^ known
     if terminated is None:  # a lone done counts as terminated
         terminated = blank if done is None else done if truncated is None else done & ~truncated
     truncated = blank if truncated is None else truncated

@@ -185,7 +185,7 @@ def _inverse(staleness: torch.Tensor) -> torch.Tensor:
 
 def _by_weight(sums: NDArray[np.float64], n: int, generator: torch.Generator | None) -> Index:
     """``n`` places in proportion to the weights whose sums are given, with replacement."""
-    share = torch.rand(n, dtype=torch.float64, generator=generator).numpy()
+    share = torch.rand(n, dtype=torch.float64, generator=generator, device="cpu").numpy()
     found: Index = np.minimum(sums.searchsorted(share * sums[-1], "right"), len(sums) - 1)
     return found
 
@@ -205,6 +205,7 @@ def _distinct(sums: NDArray[np.float64], n: int, generator: torch.Generator | No
     weight = np.diff(sums, prepend=0.0)
     weight[chosen] = 0.0
     left = np.flatnonzero(weight > 0)
-    keys = torch.empty(len(left), dtype=torch.float64).exponential_(generator=generator).numpy() / weight[left]
+    drawn = torch.empty(len(left), dtype=torch.float64, device="cpu").exponential_(generator=generator).numpy()
+    keys = drawn / weight[left]
     more = left[keys.argsort()[: n - len(chosen)]]
     return np.concatenate([chosen, more])

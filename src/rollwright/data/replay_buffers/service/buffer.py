@@ -131,7 +131,7 @@ class ServiceReplayBuffer(ReplayClient):
             made_of=dumps((kind, options)),
             address=parse_address("address", own.address or self._backend.DEFAULT_ADDRESS),
             secret=secret.encode(),
-            seed=int(torch.empty((), dtype=torch.int64).random_()) % 2**62,
+            seed=int(torch.empty((), dtype=torch.int64, device="cpu").random_()) % 2**62,
             host_timeout=own.host_timeout,
             path=None if own.path is None else str(own.path),
             dump_every=own.dump_every,

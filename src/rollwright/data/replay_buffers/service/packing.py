@@ -51,7 +51,11 @@ def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
 
 
 def _small(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+        if content
+        else torch.empty(shape, dtype=dtype, device="cpu")
+    )
 
 
 def _tensordict(entries: dict[str, Any], batch_size: tuple[int, ...], has_device: bool, names: Any) -> TensorDict:
@@ -89,7 +93,7 @@ def unpack(body: bytes, pieces: Sequence[memoryview]) -> Any:
 
 def memory_for(sizes: Sequence[int]) -> list[memoryview]:
     """Fresh memory for pieces of these sizes, aligned as torch aligns tensors."""
-    return [memoryview(torch.empty(size, dtype=torch.uint8).numpy()) for size in sizes]  # type: ignore[arg-type]
+    return [memoryview(torch.empty(size, dtype=torch.uint8, device="cpu").numpy()) for size in sizes]  # type: ignore[arg-type]
 
 
 class _Slab:
@@ -97,7 +101,7 @@ class _Slab:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._memory: NDArray[np.uint8] = torch.empty(num_bytes, dtype=torch.uint8).numpy()
+        self._memory: NDArray[np.uint8] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
         self._view: weakref.ref[NDArray[np.uint8]] | None = None
 
     @property

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tensordict import is_tensor_collection
 
 from rollwright._keys import NestedKey, key_str
+from rollwright._tensors import as_tensor
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
 from rollwright.data.replay_buffers.storages.structures import mapped
@@ -325,11 +326,11 @@ class Storage(ABC):
         """Whether there are elements at places: a bool for an integer, a tensor of bools for others."""
         if isinstance(index, int | np.integer):
             return -len(self) <= index < len(self)
-        places = torch.as_tensor(index)
+        places = as_tensor(index)
         return (places >= -len(self)) & (places < len(self))
 
     def __contains__(self, index: Any) -> bool:
-        return bool(torch.as_tensor(self.contains(index)).all())
+        return bool(as_tensor(self.contains(index)).all())
 
     @property
     def is_full(self) -> bool:
@@ -360,11 +361,11 @@ class Storage(ABC):
         Returns:
             int64 ``[n]``, or ``[]`` for one element.
         """
-        places = torch.as_tensor(index, dtype=torch.int64).cpu()
+        places = as_tensor(index, dtype=torch.int64).cpu()
         each = places.reshape(-1, self.ndim) if self.ndim > 1 else places.reshape(-1, 1)
         shape = places.shape[:-1] if self.ndim > 1 else places.shape
-        there = ((each >= 0) & (each < torch.tensor([self.capacity, *self.rest]))).all(-1)
-        found = torch.full((len(each),), -1, dtype=torch.int64)
+        there = ((each >= 0) & (each < torch.tensor([self.capacity, *self.rest], device="cpu"))).all(-1)
+        found = torch.full((len(each),), -1, dtype=torch.int64, device="cpu")
         with self.ledger.reading():
             found[there] = torch.from_numpy(self.generations(self.flat(each[there])))
         return found.reshape(shape)

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, key_str, leaves, unravel
+from rollwright._tensors import as_tensor
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 
@@ -77,7 +78,7 @@ def set_entries(
 def _fitting(storage: RowStorage, key: NestedKey, value: Any, shape: tuple[int, ...]) -> torch.Tensor:
     """Values of an entry, ``[n, *entry]``, of its dtype."""
     feature, dtype = storage.fields[key]
-    tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=dtype)
+    tensor = value if isinstance(value, torch.Tensor) else as_tensor(value, dtype=dtype)
     try:
         if tensor.dtype != dtype:
             raise RuntimeError

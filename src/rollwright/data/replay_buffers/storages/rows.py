@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, key_str, leaves, place
+from rollwright._tensors import as_tensor
 from rollwright.data.compact import is_table, without_table
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import Storage, check_number
@@ -490,7 +491,7 @@ class RowStorage(Storage):
 
     def _check_fields(self, schema: Schema, fields: Any, rest: tuple[int, ...], dim: int, form: Form) -> None:
         lead = (*rest[:dim], 0, *rest[dim:])
-        blank = {key: torch.empty((*lead, *shape), dtype=dtype) for key, (shape, dtype) in fields.items()}
+        blank = {key: torch.empty((*lead, *shape), dtype=dtype, device="cpu") for key, (shape, dtype) in fields.items()}
         self._check(schema, _Parts(blank, lead, form), dim)
 
     def publish(self, reservation: Reservation, gaps: Iterable[tuple[int, int]] = ()) -> None:
@@ -629,7 +630,7 @@ class RowStorage(Storage):
 def _as_row(leaf: Any, dim: int) -> Any:
     """A leaf of one element as that of a batch of one row."""
     if isinstance(leaf, bool | int | float | np.generic | np.ndarray):
-        leaf = torch.as_tensor(leaf)
+        leaf = as_tensor(leaf)
     return leaf.unsqueeze(dim) if isinstance(leaf, torch.Tensor) or is_tensor_collection(leaf) else leaf
 
 

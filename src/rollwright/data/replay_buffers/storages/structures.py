@@ -12,6 +12,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection, is_tensorclass
 
 from rollwright._keys import NestedKey, key_str, leaves, place, unravel
+from rollwright._tensors import as_tensor
 from rollwright.data.encoding.classes import class_at, remember
 
 __all__ = [
@@ -273,8 +274,8 @@ def _tensor(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, np.ndarray | np.generic):
-        return torch.as_tensor(value)
-    return torch.tensor(value)
+        return as_tensor(value)
+    return torch.tensor(value, device="cpu")
 
 
 def _no_leaf(value: Any, path: tuple[str, ...]) -> str:

@@ -84,9 +84,11 @@ class AgentGroup:
         self._flags = [self.key(flag) for flag in FLAGS]
         if self.masked:
             self.choices = int(acts.n)
-            self.observation_spec["action_mask"] = Categorical(2, shape=(number, self.choices), dtype=torch.bool)
+            self.observation_spec["action_mask"] = Categorical(
+                2, shape=(number, self.choices), dtype=torch.bool, device="cpu"
+            )
         if use_mask:
-            self.observation_spec["mask"] = Categorical(2, shape=(number,), dtype=torch.bool)
+            self.observation_spec["mask"] = Categorical(2, shape=(number,), dtype=torch.bool, device="cpu")
 
     def key(self, name: NestedKey) -> NestedKey:
         """The key of an entry of the group."""

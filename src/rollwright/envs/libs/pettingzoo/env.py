@@ -105,19 +105,19 @@ class PettingZooWrapper(EnvBase):
         self._set_specs()
 
     def _set_specs(self) -> None:
-        flags = {name: Categorical(2, shape=(1,), dtype=torch.bool) for name in FLAGS}
+        flags = {name: Categorical(2, shape=(1,), dtype=torch.bool, device="cpu") for name in FLAGS}
         seen, acts, rewards, done = Composite(), Composite(), Composite(), Composite(flags)
         for group in self._groups:
             n = len(group.agents)
             seen[group.name], acts[group.name] = group.observation_spec, group.action_spec
             if group.masked:
-                acts[group.name, "action"].mask = torch.ones(n, group.choices, dtype=torch.bool)
-            rewards[group.name] = Composite({"reward": Unbounded((n, 1))}, shape=(n,))
-            flags = {name: Categorical(2, shape=(n, 1), dtype=torch.bool) for name in FLAGS}
+                acts[group.name, "action"].mask = torch.ones(n, group.choices, dtype=torch.bool, device="cpu")
+            rewards[group.name] = Composite({"reward": Unbounded((n, 1), device="cpu")}, shape=(n,))
+            flags = {name: Categorical(2, shape=(n, 1), dtype=torch.bool, device="cpu") for name in FLAGS}
             done[group.name] = Composite(flags, shape=(n,))
         if self.return_state:
             state = np.asarray(self.pettingzoo_env.state())
-            seen["state"] = Unbounded(state.shape, dtype=torch.from_numpy(state).dtype)
+            seen["state"] = Unbounded(state.shape, dtype=torch.from_numpy(state).dtype, device="cpu")
         device = self.device
         self.observation_spec = seen if device is None else seen.to(device)
         self.action_spec = acts if device is None else acts.to(device)
@@ -232,7 +232,11 @@ class PettingZooWrapper(EnvBase):
         """The data that arrays by key stand for."""
         nested: dict[str, Any] = {group.name: {} for group in self._groups}
         for key, value in values.items():
-            place(nested, key, torch.from_numpy(value) if isinstance(value, np.ndarray) else torch.tensor([value]))
+            place(
+                nested,
+                key,
+                torch.from_numpy(value) if isinstance(value, np.ndarray) else torch.tensor([value], device="cpu"),
+            )
         for group in self._groups:
             nested[group.name] = unchecked_td(nested[group.name], torch.Size([len(group.agents)]))
         data = unchecked_td(nested)

@@ -133,7 +133,7 @@ class CatTensors(Transform):
         entries = [env.entries[key] for key in keys]
         if len({entry.dtype for entry in entries}) > 1 or self.unsqueeze_if_oor:
             raise NotNative("CatTensors joins entries of several dtypes or numbers of dimensions")
-        shape = self._join([torch.zeros(()).expand(entry.shape) for entry in entries]).shape
+        shape = self._join([torch.zeros((), device="cpu").expand(entry.shape) for entry in entries]).shape
         whole = [_as_whole(entry) for entry in entries]
         axis, drops = len(shape) + self.dim, self._drops
 

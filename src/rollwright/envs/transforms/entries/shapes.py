@@ -70,7 +70,7 @@ class _Reshape(EntryTransform):
         def change(entry: Entry) -> tuple[Entry, Callable[[Any], Any]]:
             if entry.column:
                 raise NotNative(f"{type(self).__name__} changes the shape of a reward or a count")
-            shape = tuple(self._reshape(torch.zeros(()).expand(entry.shape), len(env.batch)).shape)
+            shape = tuple(self._reshape(torch.zeros((), device="cpu").expand(entry.shape), len(env.batch)).shape)
             return Entry(shape, entry.dtype, False), lambda value: np.reshape(value, shape)
 
         return self._entry_by_entry(env, change)

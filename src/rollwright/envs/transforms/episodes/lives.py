@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, unravel
+from rollwright._tensors import device_of
 from rollwright.data.specs import Composite, Unbounded
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values, constant
 from rollwright.envs.transforms.base import Transform
@@ -68,7 +69,7 @@ class EndOfLifeTransform(Transform):
             ) from error
 
     def _counted(self, td: TensorDictBase) -> torch.Tensor:
-        lives = torch.as_tensor(self._lives(), dtype=torch.int64, device=td.device)
+        lives = torch.as_tensor(self._lives(), dtype=torch.int64, device=device_of(td))
         return lives.reshape(td.batch_size)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -122,14 +123,14 @@ class EndOfLifeTransform(Transform):
         observation_spec = observation_spec.clone()
         self._lives()
         observation_spec.set(self.eol_key, self._flag_spec().clone())
-        lives = Unbounded(observation_spec.shape, device=observation_spec.device, dtype=torch.int64)
+        lives = Unbounded(observation_spec.shape, device=self._flag_spec().device, dtype=torch.int64)
         observation_spec.set(self.lives_key, lives)
         return observation_spec
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:
         """A step reads the lives."""
         state_spec = state_spec.clone()
-        state_spec.set(self.lives_key, Unbounded(state_spec.shape, device=state_spec.device, dtype=torch.int64))
+        state_spec.set(self.lives_key, Unbounded(state_spec.shape, device=self._flag_spec().device, dtype=torch.int64))
         return state_spec
 
     def register_keys(self, loss_or_advantage: Any) -> None:

@@ -54,7 +54,7 @@ class NoopResetEnv(Transform):
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         inner = InnerEnv(self)
         self._check_single(inner.parent.numel())
-        count = int(torch.randint(self.noops, (1,))) if self.random else self.noops
+        count = int(torch.randint(self.noops, (1,), device="cpu")) if self.random else self.noops
         known = without(tensordict, "next", *inner.parent.reset_keys)
         for _ in range(_TRIALS):
             root = self._act(inner, known.clone(False).update(tensordict_reset), count)

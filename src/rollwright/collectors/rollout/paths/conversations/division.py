@@ -95,7 +95,7 @@ class _Part:
             **place_in(self._source, self._num_rows, self.num_dropped),
             "dialogs": [packed({**saved, "slot": slot}) for slot, saved in enumerate(self.dialogs)],
             "rows": packed(rows),
-            "row_ids": torch.full((self._num_rows,), -1) if started else None,
+            "row_ids": torch.full((self._num_rows,), -1, device="cpu") if started else None,
             "again": packed(self.again),
             "cut": packed(self.cut),
             "undelivered": packed(self.undelivered),

@@ -80,6 +80,6 @@ def loaded_frames(saved: Iterable[Mapping[str, Any]], names: Names) -> list[Pool
         td = td_from(each["td"])
         assert td is not None
         number, ended = names.of(each["id"]), each["ended"]
-        td.set(("collector", "traj_ids"), torch.tensor(number))
+        td.set(("collector", "traj_ids"), torch.tensor(number, device="cpu"))
         found.append(PoolFrame(td, number, each["env_index"], None if ended is None else (ended[0], ended[1])))
     return found

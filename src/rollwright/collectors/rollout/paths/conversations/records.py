@@ -52,7 +52,7 @@ class RecordMaker:
         times = list(zip(*rows, strict=True))
         if any(made is None for made in itertools.chain(*times)):
             blank = empty_record(next(made for made in itertools.chain(*times) if made is not None))
-            blank.set(TRAJ_IDS, torch.tensor(-1))
+            blank.set(TRAJ_IDS, torch.tensor(-1, device="cpu"))
             times = [tuple(blank if made is None else made for made in each) for each in times]
         steps = [self._nested(list(each)) for each in times]
         return cast(

@@ -119,7 +119,7 @@ class ConversationRows:
 
     def begun(self, ended: torch.Tensor) -> torch.Tensor:
         """Where a conversation follows one that has ended, bool ``[slots]``."""
-        return ended & torch.tensor([opening is not None for opening in self._env.openings])
+        return ended & torch.tensor([opening is not None for opening in self._env.openings], device="cpu")
 
     def finish(self, *, renew: bool) -> None:
         """The batch is complete.
@@ -315,6 +315,6 @@ def blanked(frame: TensorDictBase, rows: list[int]) -> TensorDictBase:
         made = each[row]
         blank = empty_record(made) if type(made) is TensorDict else blank_frame([made])
         if blank.get(TRAJ_IDS, None) is not None:
-            blank.set(TRAJ_IDS, torch.tensor(-1))
+            blank.set(TRAJ_IDS, torch.tensor(-1, device="cpu"))
         each[row] = blank
     return LazyStackedTensorDict(*each, stack_dim=0)
