@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
+from rollwright.collectors import Collector
 from rollwright.data import Bounded, Composite, Unbounded
 from rollwright.envs import EnvBase, check_env_specs
 from rollwright.errors import EnvError, EnvKeyError
@@ -384,3 +385,22 @@ def test_a_missing_entry_of_one_agent_is_named() -> None:
     env._observe = without_lidar  # type: ignore[method-assign]
     with pytest.raises(EnvKeyError, match=r"HeterogeneousCountingEnv.*no \('lazy', 'lidar'\)"):
         env.reset()
+
+
+def test_observations_of_one_number_may_lack_that_dimension() -> None:
+    class Flat(Robot):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__((2,), **kwargs)
+            self.observation_spec = Composite(place=Unbounded((2, 1)), shape=(2,))
+
+        def _observe(self) -> TensorDict:
+            return TensorDict({"place": torch.tensor([1.0, 2.0])}, [2])
+
+    assert Flat().reset()["place"].tolist() == [[1.0], [2.0]]
+    assert Flat().rollout(3)["next", "place"].shape == (2, 3, 1)
+    for options in ({}, {"use_buffers": False}):
+        collector = Collector(Flat(), None, frames_per_batch=6, total_frames=6, **options)
+        assert collector.next()["next", "place"].shape == (2, 3, 1)
+        collector.shutdown()
+    with pytest.raises(EnvError, match=r"'place' with shape \[2\]; observation_spec says \[2, 1\]"):
+        Flat(run_type_checks=True).reset()

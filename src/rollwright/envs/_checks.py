@@ -141,7 +141,14 @@ class Checks(NamedTuple):
                     f"{self.name}_spec{_WITHOUT_REWARD if self.name == 'reward' else ''}."
                 )
             if entry.shape is not None:
+                if self._is_flat_column(value, batch + entry.shape):
+                    td.set(entry.key, value := value.unsqueeze(-1))
                 self._check_leaf(value, entry, batch + entry.shape, key)
+
+    def _is_flat_column(self, value: Any, expected: torch.Size) -> bool:
+        """Whether an observation lacks the last dimension of its spec, of one, and may; see ``run_type_checks``."""
+        lacks = isinstance(value, torch.Tensor) and (*value.shape, 1) == tuple(expected)
+        return lacks and self.name == "observation" and not self.domains
 
     def _check_stack(self, td: TensorDictBase, stack: Stack, batch: torch.Size, place: tuple[str, ...]) -> None:
         at = len(batch) + stack.dim

@@ -96,7 +96,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         device: where the environment's tensors live. None: wherever ``_step`` leaves them.
         batch_size: shape of the batch of environments that this object steps together, ``[]`` for one.
         run_type_checks: also test with every step that values lie in their specs' domains (presence,
-            shape and dtype are always tested).
+            shape and dtype are always tested). Without it, an observation may lack a last dimension of one.
         allow_done_after_reset: accept an environment that is done as soon as it is reset.
         spec_locked: see :meth:`set_spec_lock_`; an argument of every environment's constructor, which subclasses need
             not declare.

@@ -17,6 +17,7 @@ from rollwright.data import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RaggedStorage,
+    RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
@@ -323,6 +324,8 @@ def test_priorities():
             buffer.update_priority(places, torch.ones(1))
     with pytest.raises(KeyError, match="td_error"):
         buffer.update_tensordict_priority(buffer.sample())
+    buffer.set_sampler(RandomSampler())
+    buffer.update_tensordict_priority(buffer.sample())  # nothing to set
     assert buffer.sample().batch_size == (4,)
 
 
@@ -507,3 +510,11 @@ def test_tensors_that_cannot_be_copied_cost_no_element(storage, bad, message):
     with pytest.raises(ValueError, match=message):
         buffer.extend(bad(frames(3)))
     assert len(buffer) == buffer.write_count == 6
+
+
+def test_elements_of_several_frames_say_how_to_store_frames():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(50), batch_size=4)
+    assert len(buffer.extend(TensorDict({"obs": torch.zeros(4, 10, 3)}, [4, 10]))) == 4
+    for n in ([4, 7], [40]):
+        with pytest.raises(ValueError, match=r"elements are batches \[10\].*extend\(data.reshape\(-1\)\)"):
+            buffer.extend(TensorDict({"obs": torch.zeros(*n, 3)}, n))

@@ -801,6 +801,14 @@ class ReplayBuffer:
         """
         checkpoint.restore([self], [checkpoint.read(self, path, allow_pickle=allow_pickle)])
 
+    def register_save_hook(self, hook: Callable[..., Any]) -> None:
+        """Change what :meth:`dumps` writes, see :meth:`Storage.register_save_hook`; for this storage alone."""
+        self.storage.register_save_hook(hook)
+
+    def register_load_hook(self, hook: Callable[..., Any]) -> None:
+        """Change back what :meth:`loads` reads, see :meth:`Storage.register_load_hook`; for this storage alone."""
+        self.storage.register_load_hook(hook)
+
     dump = save = dumps
     load = loads
 

@@ -130,11 +130,17 @@ def dump(buffer: ReplayBuffer, path: Any) -> None:
 
     Raises:
         FileExistsError: the folder holds other files, and no dump.
+        ValueError: rows lie in the folder, and a save hook would change them.
         OSError: the disk is full, or fails; what was written is removed, and what was there stays.
     """
     folder = Path(path).expanduser().resolve()
     storage = buffer.storage
     if isinstance(storage, LazyMemmapStorage) and storage.scratch_dir == folder:
+        if storage.hooks.save:
+            raise ValueError(
+                f"path: the rows of the buffer lie in {str(folder)!r} as they are, and a save hook would change them. "
+                "Name another folder."
+            )
         save(state_of(buffer, with_elements=False), folder / (STATE_FILE + ".new"))
         os.replace(folder / (STATE_FILE + ".new"), folder / STATE_FILE)  # elements are there already
         storage.flush()
@@ -144,8 +150,8 @@ def dump(buffer: ReplayBuffer, path: Any) -> None:
         raise FileExistsError(f"path: {str(folder)!r} holds other files. Name a new folder, or one of a buffer.")
     with replacing(folder) as new:
         save(state_of(buffer, with_elements=False), new / STATE_FILE)
-        state = storage.state_dict()
-        if isinstance(storage, RowStorage) and state["elements"] is not None:
+        state = storage.hooks.saved(storage.state_dict(), folder)
+        if isinstance(storage, RowStorage) and state["elements"] is not None and not storage.hooks.save:
             rows = LazyMemmapStorage(storage.requested_size, scratch_dir=new, ndim=storage.ndim)
             rows.load_state_dict(state)
             rows.flush()
@@ -168,12 +174,13 @@ def read(buffer: ReplayBuffer, path: Any, *, allow_pickle: bool = False) -> dict
     state = _dict_in(folder / STATE_FILE, allow_pickle)
     storage, rows = buffer.storage, folder / ROWS_FILE
     if (folder / LIST_FILE).is_file():
-        return {**state, "storage": _dict_in(folder / LIST_FILE, allow_pickle)}
+        return {**state, "storage": storage.hooks.loaded(_dict_in(folder / LIST_FILE, allow_pickle), folder)}
     if isinstance(storage, LazyMemmapStorage) and storage.scratch_dir == folder:
         return {**state, "storage": None}  # its rows are there
     if not rows.is_file() or not rows.stat().st_size:
         raise DamagedFileError(f"{rows} is {'empty' if rows.is_file() else 'missing'}: it holds the elements.")
-    return {**state, "storage": LazyMemmapStorage(scratch_dir=folder, existsok=True).state_dict()}
+    stored = LazyMemmapStorage(scratch_dir=folder, existsok=True).state_dict()
+    return {**state, "storage": storage.hooks.loaded(stored, folder)}
 
 
 def _dict_in(file: Path, allow_pickle: bool) -> dict[str, Any]:

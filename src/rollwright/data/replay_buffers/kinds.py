@@ -128,12 +128,14 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set priorities from a batch of :meth:`sample`, to which ``priority_key`` was written.
 
-        Where the batch has ``"index_generation"`` (a writer with ``track_generations=True`` gives it), elements that
-        were overwritten since they were drawn are left out.
+        Nothing is done where the sampler has no priorities. Where the batch has ``"index_generation"`` (a writer with
+        ``track_generations=True`` gives it), elements that were overwritten since they were drawn are left out.
 
         Raises:
             KeyError: the batch has no such entry, or no ``"index"``.
         """
+        if not self.sampler.has_priorities:
+            return
         missing = [key for key in (self.priority_key, "index") if data.get(key, None) is None]
         if missing:
             raise KeyError(f"data: expected the entries {missing}, got {sorted(map(str, data.keys(True)))}.")

@@ -139,6 +139,11 @@ def test_priorities_are_the_service_s(serve):
     assert buffer.sample()["next", "id"].eq(7).all()
     with pytest.raises(KeyError, match="td_error"):
         buffer.update_tensordict_priority(buffer.sample())
+    uniform = serve(TensorDictReplayBuffer, batch_size=4)
+    uniform.extend(frames(0, 4))
+    uniform.update_tensordict_priority(uniform.sample())  # nothing to set
+    with pytest.raises(TypeError, match=r"hook: .* saves where its storage is"):
+        uniform.register_save_hook(print)
 
 
 def test_text_and_ragged_elements(serve):

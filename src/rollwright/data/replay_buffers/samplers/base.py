@@ -199,6 +199,11 @@ class Sampler:
             storage: of the elements; None: the one that was drawn from last, and ``index`` is as ``sample`` gives it.
         """
 
+    @property
+    def has_priorities(self) -> bool:
+        """Whether :meth:`update_priority` changes what is drawn."""
+        return type(self).update_priority is not Sampler.update_priority
+
     def state_dict(self) -> dict[str, Any]:
         """What cannot be found again by looking at the storage: numbers, strings and tensors."""
         return {}

@@ -211,6 +211,8 @@ class ReplayClient(ReplayBuffer):
         Raises:
             KeyError: the batch has no entry ``priority_key``, or no ``"index"``.
         """
+        if not self._info.has_priorities:
+            return
         key = cast(NestedKey, self._info.priority_key or "td_error")
         missing = [name for name in (key, "index") if data.get(name, None) is None]
         if missing:
@@ -308,6 +310,15 @@ class ReplayClient(ReplayBuffer):
         """See :meth:`ReplayBuffer.load_state_dict`."""
         self.drop_prefetched()
         self._session.ask("load_state_dict", dict(state_dict))
+
+    def register_save_hook(self, hook: Callable[..., Any]) -> None:
+        """An error: hooks are called where the storage is."""
+        raise TypeError(
+            f"hook: a {type(self).__name__} saves where its storage is, in the service. Register the hook in the "
+            "callable that makes the storage: storage=make, where make() returns one with hooks."
+        )
+
+    register_load_hook = register_save_hook
 
     def dumps(self, path: str | Path) -> None:
         """See :meth:`ReplayBuffer.dumps`; the folder is one of the service's machine."""

@@ -33,6 +33,7 @@ class Info(NamedTuple):
         dim_extend: which dimension of the data grows.
         keeps_objects: whether entries may be text and other objects.
         draws_slices: whether the sampler draws stretches of trajectories.
+        has_priorities: whether the sampler has priorities.
         has_limiter: whether sampling and collecting are kept at one pace.
         limiter_timeout_s: how long one side waits without a sign of the other.
         priority_key: of a buffer of TensorDicts.
@@ -47,6 +48,7 @@ class Info(NamedTuple):
     dim_extend: int
     keeps_objects: bool
     draws_slices: bool
+    has_priorities: bool
     has_limiter: bool
     limiter_timeout_s: float
     priority_key: object

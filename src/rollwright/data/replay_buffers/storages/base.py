@@ -16,7 +16,7 @@ from tensordict import is_tensor_collection
 from rollwright._keys import NestedKey, key_str
 from rollwright._tensors import as_tensor
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
-from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
+from rollwright.data.replay_buffers.storages.saving import HookedPart, SavingHooks, dump_part, load_part
 from rollwright.data.replay_buffers.storages.structures import mapped
 
 __all__ = ["SENT_REMEDY", "Storage", "check_number"]
@@ -372,13 +372,38 @@ class Storage(ABC):
 
     # State ------------------------------------------------------------------------------------
 
+    @property
+    def hooks(self) -> SavingHooks:
+        """What is called when elements are written to a folder, or read from one."""
+        hooks: SavingHooks = self.__dict__.setdefault("_hooks", SavingHooks())
+        return hooks
+
+    def register_save_hook(self, hook: Callable[..., Any]) -> None:
+        """Change what :meth:`dumps` writes, that of a buffer with this storage included.
+
+        Hooks stay in this process, and are in no state: register them again in each program.
+
+        Args:
+            hook: called as ``hook(elements, path=folder)`` with all live elements, oldest first, or what the hook
+                before has returned; returns what is written in their place.
+        """
+        self.hooks.add(self.hooks.save, hook)
+
+    def register_load_hook(self, hook: Callable[..., Any]) -> None:
+        """Change back what was read, before :meth:`loads` stores it; see :meth:`register_save_hook`.
+
+        Args:
+            hook: called as ``hook(data, path=folder)``; what the last one returns are the elements.
+        """
+        self.hooks.add(self.hooks.load, hook)
+
     def dumps(self, path: str | Path) -> None:
         """Write the elements to a folder, as one file.
 
         Raises:
             OSError: the disk is full, or fails; the part that was written is removed, and an older file stays.
         """
-        dump_part(self, path, "storage")
+        dump_part(HookedPart(self, self.hooks, path), path, "storage")
 
     def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
         """Hold what :meth:`dumps` wrote.
@@ -391,7 +416,7 @@ class Storage(ABC):
             FileNotFoundError, DamagedFileError: there is nothing to read.
             ValueError: elements are objects, and ``allow_pickle`` is not set; or they do not fit the storage.
         """
-        load_part(self, path, "storage", allow_pickle=allow_pickle)
+        load_part(HookedPart(self, self.hooks, path), path, "storage", allow_pickle=allow_pickle)
 
     def state_dict(self) -> dict[str, Any]:
         """Live elements in the order of positions, and the positions."""

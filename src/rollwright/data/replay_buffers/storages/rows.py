@@ -361,9 +361,14 @@ class RowStorage(Storage):
         for key, (shape, dtype) in schema.fields.items():
             value = entries[key]
             if value.dtype != dtype or value.shape != (*lead, *shape):
+                several = (
+                    f" Its elements are batches {list(schema.batch)}, as the first extend() gave them; for a frame an "
+                    "element, pass extend(data.reshape(-1)) to a new buffer."
+                )
                 raise ValueError(
                     f"data: expected {key!r} of shape {list(lead)} + {list(shape)} and {dtype}, got "
                     f"{list(value.shape)} and {value.dtype}. Convert it, or use another buffer."
+                    f"{several if schema.batch else ''}"
                 )
             if value.is_meta or value.layout is not torch.strided:
                 what = "on the device 'meta', and holds no numbers" if value.is_meta else f"of {value.layout}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from rollwright.data.loading import load_saved, save
 from rollwright.errors import DamagedFileError
 
-__all__ = ["Part", "dump_part", "load_part"]
+__all__ = ["HookedPart", "Part", "SavingHooks", "dump_part", "load_part"]
 
 
 class Part(Protocol):
@@ -21,6 +21,64 @@ class Part(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Hold what another one held."""
+
+
+class SavingHooks:
+    """Functions that change the elements of a storage before they are written to a folder, and change them back.
+
+    They stay in this process: copies of a storage have none.
+
+    Attributes:
+        save: called one after the other as ``hook(elements, path=folder)``.
+        load: in the same way, with what was read.
+    """
+
+    def __init__(self) -> None:
+        self.save: list[Callable[..., Any]] = []
+        self.load: list[Callable[..., Any]] = []
+
+    def add(self, hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> None:
+        """Add a hook to those of one kind.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook: expected a callable that takes elements and path=, got {type(hook).__name__}.")
+        hooks.append(hook)
+
+    def saved(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
+        """The state of a storage as it is written to a folder."""
+        return _changed(self.save, state, path)
+
+    def loaded(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
+        """What was read from a folder, as a state of the storage."""
+        return _changed(self.load, state, path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SavingHooks, ()
+
+
+def _changed(hooks: list[Callable[..., Any]], state: Mapping[str, Any], path: Any) -> dict[str, Any]:
+    elements = state.get("elements")
+    for hook in hooks if elements is not None else ():
+        elements = hook(elements, path=Path(path))
+    return {**state, "elements": elements}
+
+
+class HookedPart(Part):
+    """A storage as it is written to a folder, and read from it, through its hooks."""
+
+    def __init__(self, storage: Part, hooks: SavingHooks, path: str | Path) -> None:
+        self._storage, self._hooks, self._path = storage, hooks, path
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`Part`."""
+        return self._hooks.saved(self._storage.state_dict(), self._path)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :class:`Part`."""
+        self._storage.load_state_dict(self._hooks.loaded(state_dict, self._path))
 
 
 def dump_part(part: Part, path: str | Path, name: str) -> None:

@@ -41,6 +41,7 @@ class Commands:
             dim_extend=buffer.dim_extend,
             keeps_objects=buffer.storage.keeps_objects,
             draws_slices=isinstance(buffer.sampler, SliceSampler),
+            has_priorities=buffer.sampler.has_priorities,
             has_limiter=limiter is not None,
             limiter_timeout_s=60.0 if limiter is None else limiter.timeout_s,
             priority_key=getattr(buffer, "priority_key", None),
