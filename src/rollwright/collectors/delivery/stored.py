@@ -78,10 +78,10 @@ class Stored(RolloutDelivery):
         """Test that the environment has no entries of the names that the buffer's batches get."""
         env, options = self.rollout.env, self.rollout.options
         for member in getattr(self._buffer, "members", [self._buffer]):
-            if (options.postproc is not None and options.extend_buffer) or getattr(member, "transforms", ()):
+            if (options.postproc is not None and options.extend_buffer) or getattr(member, "transforms", None):
                 return  # what is stored has other names, perhaps
-            names: tuple[str, ...] = getattr(member, "own_names", ())
-            if named := set(names) & set(env.observation_keys):
+            names: Any = getattr(member, "own_names", None)
+            if named := set(names or ()) & set(env.observation_keys):
                 raise ValueError(
                     f"replay_buffer: the environment observes {key_str(named)}, under which batches of a "
                     f"{type(member).__name__} hold what its sampler returns. Rename it, by a RenameTransform of the "
