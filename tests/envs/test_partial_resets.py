@@ -483,3 +483,9 @@ def test_environments_of_a_pool_that_are_sent_to_alone_leave_nothing_to_go_on_wi
     with pytest.raises(EnvError, match="no 'done', 'observation'"):
         env.reset(TensorDict({"_reset": torch.tensor([[True], [False]])}, [2]))
     env.close()
+    env = AsyncEnvPool([lambda: CountingEnv(max_steps=9, batch_size=[2])] * 2)
+    env.reset()
+    env.async_reset_send(TensorDict({"_reset": torch.tensor([[True], [False]])}, [2]), env_index=0)
+    with pytest.raises(EnvError, match="no 'done', 'observation'"):
+        env.async_reset_recv()
+    env.close()

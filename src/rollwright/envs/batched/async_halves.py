@@ -13,7 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import leaf_keys
 from rollwright.data.layout import deciding_groups
-from rollwright.envs._partial_reset import merge_reset, reset_masks
+from rollwright.envs._partial_reset import LastSeen, merge_reset, reset_masks, with_kept
 from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.hosting.processes import DEFAULT_TIMEOUT_S
@@ -326,7 +326,10 @@ class AsyncHalves(BatchedEnv):
         return True
 
     def _begun(self, root: TensorDictBase | None, fresh: TensorDictBase) -> TensorDictBase:
-        return fresh if root is None else merge_reset(self, root, fresh, reset_masks(self, root))
+        if root is None:
+            return fresh
+        masks = reset_masks(self, root)
+        return merge_reset(self, with_kept(self, root, masks, LastSeen()), fresh, masks)
 
     def _stacked(self, found: list[tuple[int, TensorDictBase]]) -> TensorDictBase:
         tds = []
