@@ -161,12 +161,12 @@ class _Scan:
         shape = (self._env_shape.numel(), piece.batch_size[-1])
         for group in self._groups:
             self._add(self._contradicts(piece, group).reshape(shape)[:, :own], start, _said(group))
-        done = torch.zeros(shape, dtype=torch.bool)
+        done = torch.zeros(shape, dtype=torch.bool, device="cpu")
         if not self._summed:
             done = end_of_trajectory(piece.get("next"), self._groups, piece.ndim).reshape(shape)
         ids = piece.get(TRAJ_IDS).reshape(shape) if self._has_ids else None
         mask = find_mask(piece, place_of(piece, None))
-        taken = torch.ones(shape, dtype=torch.bool) if mask is None else mask.reshape(shape)
+        taken = torch.ones(shape, dtype=torch.bool, device="cpu") if mask is None else mask.reshape(shape)
         changes = done[:, :-1]
         if ids is not None:
             taken = taken & (ids >= 0)

@@ -42,7 +42,7 @@ class ActionForm:
         self._indices = isinstance(spec, OneHot)
         self._shape = tuple(spec.shape)
         known = spec.dtype is not None and in_numpy(spec.dtype) and -1 not in self._shape
-        self._dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype if known else None
+        self._dtype = torch.empty(0, dtype=spec.dtype, device="cpu").numpy().dtype if known else None
         self._casts = {"i": "iub", "u": "iub", "f": "iubf"}.get(self._dtype.kind, "") if self._dtype else ""
 
     def __call__(self, value: Any) -> Any:

@@ -12,6 +12,7 @@ from tensordict.nn.distributions import Delta
 from torch import distributions as D
 
 from rollwright._keys import as_tuple
+from rollwright._tensors import as_tensor
 from rollwright.modules.distributions import IndependentNormal, MaskedCategorical, OneHotCategorical, TanhNormal
 from rollwright.policies.draws import (
     CategoricalDraw,
@@ -161,7 +162,7 @@ def _made_by(function: Any) -> Callable[[Sampling], Draw | None] | None:
     """How to draw from what a function makes, if that is an Independent of a Normal, whatever the parameters are."""
     if not makes_constants(function, {"Independent", "Normal"}):
         return None
-    loc, scale = torch.zeros(2, 3, 4), torch.ones(2, 3, 4)
+    loc, scale = torch.zeros(2, 3, 4, device="cpu"), torch.ones(2, 3, 4, device="cpu")
     try:
         made = function(loc=loc, scale=scale)
     except Exception:  # it has other arguments, or wants other shapes
@@ -193,7 +194,7 @@ def _tanh_normal(given: Sampling) -> Draw | None:
         return None  # there is neither a mean nor a mode
     if scored and not given.random:
         return None
-    low, high = (torch.as_tensor(settings[name]) for name in ("low", "high"))
+    low, high = (as_tensor(settings[name]) for name in ("low", "high"))
     if low.device.type != "cpu" or high.device.type != "cpu" or not bool((high > low).all()):
         return None
     trivial = not bool((low != -1).any() or (high != 1).any())

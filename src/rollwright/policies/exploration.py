@@ -208,7 +208,7 @@ def _ornstein_uhlenbeck(module: Any, kind: InteractionType, batch: tuple[int, ..
 
     def call(action: Any, noise: Any, steps: Any, is_init: Any) -> tuple[Any, ...]:
         if noise.shape != action.shape:  # the first one
-            noise = torch.zeros(action.shape)
+            noise = torch.zeros(action.shape, device="cpu")
         return noisy(process, action, noise, steps, flags_of(is_init, size))
 
     nothing, none_taken = np.empty(0, np.float32), np.zeros(batch, np.int64)

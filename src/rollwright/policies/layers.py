@@ -65,8 +65,8 @@ def _addmv_is_exact(rows: int, columns: int, dtype: torch.dtype) -> bool:
     """Whether ``addmv`` gives the bits of ``linear`` for one vector, with this machine's arithmetic."""
     generator = torch.Generator().manual_seed(0)
     try:
-        weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, columns), (rows,)))
-        inputs = torch.randn(16, columns, generator=generator).to(dtype)
+        shapes = (rows, columns), (rows,), (16, columns)
+        weight, bias, inputs = (torch.randn(*shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
         return all(torch.equal(F.linear(x, weight, bias), torch.addmv(bias, weight, x)) for x in inputs)
     except RuntimeError:  # a dtype that one of them does not know
         return False
@@ -247,7 +247,7 @@ def _flatten(module: nn.Flatten) -> Layer:
 
 
 def _flatten_numpy(emitter: Emitter, module: nn.Flatten, x: Array) -> Array:
-    return x.reshape(torch.empty(x.shape).flatten(module.start_dim, module.end_dim).shape)
+    return x.reshape(torch.empty(x.shape, device="cpu").flatten(module.start_dim, module.end_dim).shape)
 
 
 # Parameters of normal distributions ---------------------------------------------------------------

@@ -34,7 +34,7 @@ class PackedArrays:
             length = shapes[i].numel() * dtypes[i].itemsize
             self._spans[i] = (size, size + length)
             size += length
-        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu")
         self.arrays: list[np.ndarray] = [view.numpy() for view in self.views(self.host)]
 
     def views(self, memory: Tensor) -> list[Tensor]:

@@ -25,6 +25,7 @@ from rollwright.envs import (
     TransformedEnv,
     VecNorm,
 )
+from rollwright.modules import OneHotCategorical, ProbabilisticActor
 
 
 def cartpole(**options):
@@ -112,6 +113,13 @@ def test_batches_of_a_policy(options):
 
     policy = TensorDictModule(act, ["observation"], ["action"])
     collect(SerialEnv(2, cartpole), policy, init_random_frames=16, **OPTIONS[options])
+
+
+@pytest.mark.parametrize("options", ["arrays", "TensorDicts"])
+def test_versions_and_drawn_actions(options):
+    logits = TensorDictModule(nn.Linear(4, 2, device="cpu"), ["observation"], ["logits"])
+    actor = ProbabilisticActor(logits, in_keys=["logits"], distribution_class=OneHotCategorical, return_log_prob=True)
+    collect(SerialEnv(2, cartpole), actor, track_policy_version=True, **OPTIONS[options])
 
 
 @pytest.mark.parametrize("extend_buffer", [True, False])

@@ -236,7 +236,9 @@ class PairCarrier:
         """End all operations: one that misses its limit closes the pair; there is no other call for that."""
         if self._group is not None:
             with contextlib.suppress(RuntimeError):
-                self._group.recv([torch.empty(1)], self._other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+                self._group.recv([torch.empty(1, device="cpu")], self._other, _ABORT_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
 
     def _ring(self) -> None:
         with contextlib.suppress(BlockingIOError):

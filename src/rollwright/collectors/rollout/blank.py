@@ -70,5 +70,5 @@ def _blank_frame(env: EnvBase, trial: Trial, options: CollectorOptions, version:
         tag = stages.version_tag(version, env.batch_size)
         frame.set(VERSION, tag).set(("next", VERSION), tag)
     if options.track_traj_ids:
-        frame.set(IDS, torch.zeros(env.batch_size, dtype=torch.int64))
+        frame.set(IDS, torch.zeros(env.batch_size, dtype=torch.int64, device="cpu"))
     return frame

@@ -192,4 +192,6 @@ def mark_truncated(groups: Iterable[DoneGroup], outcome: TensorDictBase, batch_n
         outcome.get(group.done).logical_or_(cut)
         cut = any_below(cut, batch_ndim)
         cut_at = cut if cut_at is None else cut_at | cut
-    return torch.zeros(outcome.batch_size[:batch_ndim], dtype=torch.bool) if cut_at is None else cut_at
+    if cut_at is None:
+        return torch.zeros(outcome.batch_size[:batch_ndim], dtype=torch.bool, device=device_of(outcome))
+    return cut_at

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 
 from rollwright._foreign import kind_in
 from rollwright._keys import NestedKey, key_str, unravel
+from rollwright._tensors import device_of
 from rollwright.data.specs import Composite, NonTensor, TensorSpec
 from rollwright.data.specs.torchrl import from_torchrl
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Values, entries_of
@@ -167,7 +168,11 @@ class TensorDictPrimer(Transform):
     ) -> TensorDictBase:
         batch = fresh.batch_size
         mask = td.get(self.reset_key or self._groups[0].reset, None)
-        rows = torch.ones(batch, dtype=torch.bool) if mask is None else mask.reshape(*batch, -1).any(-1)
+        rows = (
+            torch.ones(batch, dtype=torch.bool, device=device_of(fresh))
+            if mask is None
+            else mask.reshape(*batch, -1).any(-1)
+        )
         make = cast(Callable[..., TensorDictBase], self.default_value)
         parameters = inspect.signature(make).parameters.values()
         takes_rows = any(p.name == "reset" or p.kind is p.VAR_KEYWORD for p in parameters)

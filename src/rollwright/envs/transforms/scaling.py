@@ -120,7 +120,7 @@ class _Affine(EntryTransform):
                 raise NotNative(f"loc and scale of {type(self).__name__} do not fit shape {entry.shape}") from error
             if shape != entry.shape:
                 raise NotNative(f"{type(self).__name__} changes shape {entry.shape} to {shape}")
-            like = torch.zeros((), dtype=torch.result_type(like, number)).expand(entry.shape)
+            like = torch.zeros((), dtype=torch.result_type(like, number), device="cpu").expand(entry.shape)
             if like.dtype not in (torch.float32, torch.float64):
                 raise NotNative(f"{type(self).__name__} computes in {like.dtype}")
             view = number.detach().numpy()

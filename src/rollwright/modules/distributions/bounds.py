@@ -12,6 +12,8 @@ from torch import Tensor
 from torch import distributions as D
 from torch.distributions import constraints
 
+from rollwright._tensors import as_tensor
+
 __all__ = ["REAL", "ClampedTanh", "Number", "as_scale", "bounds", "clamped_tanh", "rescaled", "tanh_limit"]
 
 Number = Tensor | float
@@ -117,7 +119,7 @@ def _holds(low: Number, high: Number, test: Callable[[Any, Any], Any], *, unknow
         return bool(test(low, high))
     if torch.compiler.is_compiling():
         return unknown
-    return bool(torch.as_tensor(test(torch.as_tensor(low), torch.as_tensor(high))).all())
+    return bool(as_tensor(test(as_tensor(low), as_tensor(high))).all())
 
 
 def as_scale(scale: Number | Callable[[Tensor], Tensor], loc: Tensor) -> Tensor:

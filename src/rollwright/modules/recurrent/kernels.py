@@ -89,7 +89,7 @@ def _run_ragged(rnn: nn.RNNBase, x: Tensor, states: States, pieces: Pieces) -> t
     elif on_cpu and type(rnn) is nn.GRU:
         y, finals = _gru_loop(rnn, packed, states, packing, pieces)
     else:
-        sequence = PackedSequence(packed, torch.tensor(packing.sizes))
+        sequence = PackedSequence(packed, torch.tensor(packing.sizes, device="cpu"))
         out, last = rnn(sequence, states[0] if len(states) == 1 else states)
         y, finals = out.data, (last,) if len(states) == 1 else last
     return _restored(y, packing.place), finals

@@ -387,7 +387,7 @@ class Spread:
     def __init__(self, sigma: float, sigma_min: float, slope: float, dt: float) -> None:
         self._sigma, self._sigma_min, self._slope, self._root = sigma, sigma_min, slope, math.sqrt(dt)
         # In the precision that it has where it changes.
-        self._constant = None if slope else float(torch.tensor(float(max(sigma, sigma_min))) * self._root)
+        self._constant = None if slope else float(torch.tensor(float(max(sigma, sigma_min)), device="cpu") * self._root)
 
     def at(self, steps: Tensor, noise: Tensor) -> Any:
         """The factor after a number of steps, to be multiplied with noise of the shape of ``noise``."""

@@ -164,7 +164,8 @@ def _race_is_exact(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the race draws what ``multinomial`` draws, and as many random numbers, in this version of torch."""
     own, theirs = torch.Generator(device).manual_seed(0), torch.Generator(device).manual_seed(0)
     for n in (2, 7, 64):
-        p = torch.linspace(0.1, 0.9, 40 * n, dtype=torch.float64).reshape(40, n).softmax(-1).to(device, dtype)
+        p = torch.linspace(0.1, 0.9, 40 * n, dtype=torch.float64, device="cpu").reshape(40, n).softmax(-1)
+        p = p.to(device, dtype)
         won = torch.div(p, torch.empty_like(p).exponential_(generator=own)).argmax(-1)
         drawn = torch.multinomial(p, 1, True, generator=theirs).squeeze(-1)
         if not torch.equal(won, drawn) or not torch.equal(own.get_state(), theirs.get_state()):

@@ -219,7 +219,7 @@ def tag_act(act: Stage, version: Callable[[], int | str]) -> Stage:
 def version_tag(version: int | str, batch_size: torch.Size) -> Any:
     """A version for each of ``batch_size``: int64, or text."""
     if isinstance(version, int):
-        return torch.full(batch_size, version, dtype=torch.int64)
+        return torch.full(batch_size, version, dtype=torch.int64, device="cpu")
     tag: Any = version
     for size in reversed(batch_size):
         tag = [tag] * size
