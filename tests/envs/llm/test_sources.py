@@ -308,3 +308,30 @@ def test_what_is_delivered_after_a_load_and_before_a_draw_is_not_drawn_again():
     restored.claim(second.origin)
     restored.delivered(second.origin)
     assert restored.draw().row["text"] == "1"
+
+
+ENTRIES = ("seed", "repeats", "shard", "position", "delivered", "reader")
+
+
+@pytest.mark.parametrize("wrong", [*ENTRIES, "other rows", "reader.position"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_load_that_raises_changes_nothing(wrong: str, stream: bool) -> None:
+    def made(rows: Any = ROWS) -> DatasetSource:
+        return DatasetSource((lambda: iter(rows)) if stream else rows, epochs=None)
+
+    other, source, twin = made(), made(), made()
+    other.set_seed(5)
+    for each, count in ((other, 3), (source, 2), (twin, 2)):
+        for _ in range(count):
+            each.delivered(each.draw().origin)
+    state = other.state_dict()
+    if wrong == "other rows":
+        state["reader"] = {"rows": 99}
+    elif wrong == "reader.position":
+        state["reader"] = {name: value for name, value in state["reader"].items() if name not in ("position", "rows")}
+    else:
+        del state[wrong]
+    with pytest.raises((KeyError, ValueError), match=r"expected|rows"):
+        source.load_state_dict(state)
+    assert source.state_dict() == twin.state_dict()
+    assert [source.draw().origin for _ in range(5)] == [twin.draw().origin for _ in range(5)]

@@ -54,9 +54,20 @@ class RowReader(ABC):
     def state_dict(self) -> dict[str, Any]:
         """What it takes to read again from the position of the last :meth:`forget_before`."""
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise what :meth:`load_state_dict` would raise; nothing is changed.
+
+        Raises:
+            KeyError: entries are missing.
+            ValueError, EnvError: it is of another dataset, or this one cannot be read again.
+        """
+        missing = sorted(self.state_dict().keys() - state_dict.keys())
+        if missing:
+            raise KeyError(f"state_dict['reader']: expected {missing} among its entries, got {sorted(state_dict)}.")
+
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Go on from a saved state, which :meth:`check_state` has passed."""
 
 
 def reader_of(dataset: Any, *, epochs: int | None, shuffle: bool, batched: bool | None, key: str) -> RowReader:
@@ -181,7 +192,10 @@ class IndexedReader(RowReader):
         return {"rows": self._num}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`RowReader.load_state_dict`."""
+        """See :meth:`RowReader.load_state_dict`: the position is all that there is."""
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`RowReader.check_state`."""
         if state_dict.get("rows") != self._num:
             raise ValueError(
                 f"state_dict: the place is in a dataset of {state_dict.get('rows', 'unknown many')} rows, this one has "
@@ -312,13 +326,17 @@ class StreamReader(RowReader):
         mark = self._marks[0] if self._marks else _Mark(self._at, self._epoch, self._start, self._initial)
         return dict(vars(mark))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`RowReader.load_state_dict`."""
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`RowReader.check_state`."""
+        super().check_state(state_dict)
         if self._iterator is not None and self._once and not self._stateful:
             raise EnvError(
                 f"dataset: {type(self._dataset).__name__}, an iterator, was read from before a place in it was loaded. "
                 "Load into a new environment, or pass a function that returns an iterator."
             )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`RowReader.load_state_dict`."""
         mark = _Mark(*(state_dict[name] for name in ("position", "epoch", "start", "loader")))
         if self._stateful and mark.loader is not None:
             self._dataset.load_state_dict(deepcopy(mark.loader))

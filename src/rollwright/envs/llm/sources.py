@@ -15,6 +15,8 @@ from rollwright.errors import EnvError
 
 __all__ = ["NO_QUERY", "DatasetSource", "QuerySource"]
 
+_ENTRIES = ("seed", "repeats", "shard", "position", "delivered", "reader")  # of a state
+
 NO_QUERY = (
     "query: expected a prompt, got none. Give one for each environment, env.reset(TensorDict({'query': ['2 + 2?']}, "
     "[1])); or prompts for a collector, env.add_queries(['2 + 2?', ...]); or make the environment with "
@@ -225,20 +227,27 @@ class DatasetSource(PromptSource):
         """See :meth:`PromptSource.load_state_dict`.
 
         Raises:
+            KeyError: entries are missing; as with whatever else raises, nothing was loaded.
             ValueError: the state is of other repeats, or of another dataset.
         """
+        missing = [name for name in _ENTRIES if name not in state_dict]
+        if missing:
+            raise KeyError(f"state_dict: expected {missing} among its entries, got {sorted(state_dict)}.")
         if state_dict["repeats"] != self.repeats:
             raise ValueError(
                 f"repeats: the saved place has {state_dict['repeats']}, this source has {self.repeats}. Make it with "
                 f"repeats={state_dict['repeats']}, or begin without the place."
             )
+        index, count = state_dict["shard"]
+        delivered = {position: set(repeats) for position, repeats in state_dict["delivered"]}
         with self._lock:
+            self._reader.check_state(state_dict["reader"])
             self._seed = state_dict["seed"]
             self._reader.restart(self._seed)
             self._reader.load_state_dict(state_dict["reader"])
-            self._index, self._count = state_dict["shard"]
+            self._index, self._count = index, count
             self._begin(state_dict["position"])
-            self._delivered = {position: set(repeats) for position, repeats in state_dict["delivered"]}
+            self._delivered = delivered
             self._before = {position: len(repeats) for position, repeats in self._delivered.items()}
 
 
