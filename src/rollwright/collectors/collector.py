@@ -145,6 +145,7 @@ class Collector(BaseCollector):
         self.closed = True  # until construction succeeds
         owner = type(self).__name__
         self.options = parsed = self._parsed(local_options(options))
+        parsed.check_devices()
         self.worker_idx = parsed.worker_idx
         self._hooks = Hooks(parsed.pre_collect_hook, parsed.post_collect_hook)
         self._profile = Profile(lambda: self._worker_idx)

@@ -39,7 +39,7 @@ from rollwright.collectors.rollout.policy import check_policy, check_shaped
 from rollwright.collectors.workers.background import WorkersBackground
 from rollwright.collectors.workers.calls import WorkerCalls
 from rollwright.collectors.workers.counters import Count
-from rollwright.collectors.workers.options import WorkerOptions, factories_of, options_of_workers
+from rollwright.collectors.workers.options import WorkerOptions, delivery_device, factories_of, options_of_workers
 from rollwright.collectors.workers.schedules.first_come import FirstCome
 from rollwright.collectors.workers.schedules.gather import Gather
 from rollwright.collectors.workers.schedules.joining import restored
@@ -63,7 +63,7 @@ __all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiCollector", "MultiSync
 
 _WHOLE = (  # options of this collector that are others for its workers
     *("total_frames", "trajs_per_batch", "groups_per_batch", "traj_format"),
-    *("split_trajs", "postproc", "init_random_frames", "return_same_td"),
+    *("split_trajs", "postproc", "init_random_frames", "return_same_td", "storing_device"),
 )
 _log = logging.getLogger("rollwright")
 
@@ -144,7 +144,7 @@ class MultiCollector(BaseCollector):
         self._shaped = BatchShaping(
             splits=splits,
             postproc=others.get("postproc") if splits else None,
-            device=self.options.storing_device or self.options.device,
+            device=delivery_device(self.options),
             same_td=bool(others.get("return_same_td")),
         )
         if splits:

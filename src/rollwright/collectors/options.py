@@ -11,16 +11,18 @@ from tensordict import TensorDictBase
 
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, whole
 from rollwright.collectors.delivery_options import check_delivery
-from rollwright.data.specs.shapes import usable_device
+from rollwright.data.specs.shapes import known_device, usable_device
 from rollwright.envs.recreation.policy import check_failure
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 from rollwright.weight_update.receiving import as_schemes, check_schemes
 from rollwright.weight_update.updaters import check_updater
 
-__all__ = ["Buffer", "CollectorOptions", "ConversationOptions", "Device", "Interrupts"]
+__all__ = ["DEVICES", "Buffer", "CollectorOptions", "ConversationOptions", "Device", "Interrupts"]
 
 Device = torch.device | str | int
+DEVICES = ("device", "policy_device", "env_device", "storing_device")
+"""Options that name devices."""
 
 
 class Buffer(Protocol):
@@ -90,7 +92,7 @@ class CollectorOptions:
             environments, with a warning.
         total_frames: frames to deliver in all; -1 for no end. Rounded up to whole batches, with a warning.
         policy_factory: called once, without arguments, where the policy is needed; instead of a policy.
-        device: default of the three devices below.
+        device: default of the three devices below. Workers on other machines look for these devices there.
         policy_device: where the policy runs. A policy with parameters elsewhere is copied there, and
             ``update_policy_weights_()`` brings the copy up to date. None: the policy stays where it is.
         env_device: where the environment's data live. None: the environment's own device.
@@ -176,10 +178,10 @@ class CollectorOptions:
     frames_per_batch: Annotated[int, whole(1, floats=True), PER_WORKER] = 200
     total_frames: Annotated[int, whole(floats=True)] = -1
     policy_factory: Annotated[Callable[[], Any] | None, PER_WORKER] = None
-    device: Annotated[Device | None, Check(usable_device), PER_WORKER] = None
-    policy_device: Annotated[Device | None, Check(usable_device), PER_WORKER] = None
-    env_device: Annotated[Device | None, Check(usable_device), PER_WORKER] = None
-    storing_device: Annotated[Device | None, Check(usable_device), PER_WORKER] = None
+    device: Annotated[Device | None, Check(known_device), PER_WORKER] = None
+    policy_device: Annotated[Device | None, Check(known_device), PER_WORKER] = None
+    env_device: Annotated[Device | None, Check(known_device), PER_WORKER] = None
+    storing_device: Annotated[Device | None, Check(known_device), PER_WORKER] = None
     create_env_kwargs: Annotated[Mapping[str, Any] | None, Check(_dictionary), PER_WORKER] = None
     max_frames_per_traj: Annotated[int | None, whole(floats=True)] = None
     init_random_frames: Annotated[int | None, whole(floats=True)] = None
@@ -231,6 +233,17 @@ class CollectorOptions:
             )
         self._check_pairs()
 
+    def check_devices(self) -> None:
+        """Test that this machine, on which the collector runs, has the devices that the options name.
+
+        Raises:
+            ValueError: it has not.
+        """
+        for name in DEVICES:
+            usable_device(name, getattr(self, name))
+        if self.cudagraph_policy and not torch.cuda.is_available():
+            raise ValueError("cudagraph_policy needs a CUDA device, and there is none. Leave it out.")
+
     def _check_pairs(self) -> None:
         if self.interruptor is not None and not hasattr(self.interruptor, "collection_stopped"):
             raise TypeError(
@@ -243,8 +256,6 @@ class CollectorOptions:
                     raise ValueError(
                         f"{name} needs trajectory ids, and track_traj_ids is False. Drop one of the two options."
                     )
-        if self.cudagraph_policy and not torch.cuda.is_available():
-            raise ValueError("cudagraph_policy needs a CUDA device, and there is none. Leave it out.")
         if self.return_same_td and self.use_buffers is False:
             raise ValueError(
                 "return_same_td overwrites a batch's memory, and use_buffers=False allocates none. Drop one of the two."

@@ -156,7 +156,9 @@ class Evaluator:
         self._backend, self._seed, self._busy_policy = backend, seed, busy_policy
         self._prefix, self._step_timeout_s = log_prefix, float(env_step_timeout)
         named = {"exploration_type": exploration_type, "max_frames_per_traj": max_steps, **options}
-        CollectorOptions.parse({**named, "policy_factory": policy_factory}, type(self).__name__)
+        parsed = CollectorOptions.parse({**named, "policy_factory": policy_factory}, type(self).__name__)
+        if backend != "ray":  # whose actor looks for devices where it is
+            parsed.check_devices()
         acting, self._source, target = own_policy(policy, policy_factory, backend)
         named["policy_factory"] = policy_factory
         settings = Settings(create_env_fn, acting, target, num_trajectories, seed, reward_key, metrics_fn, named)

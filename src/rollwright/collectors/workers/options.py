@@ -9,20 +9,23 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Annotated, Any, Literal
 
+import torch
+
 from rollwright._foreign import class_path, is_torchrl_buffer
 from rollwright._keys import key_str
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, seconds, whole
 from rollwright._processes.start.methods import check_start_method
 from rollwright.collectors.delivery_options import is_service
-from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.options import DEVICES, CollectorOptions
 from rollwright.collectors.workers.memory.blocks import Join
 from rollwright.collectors.workers.messages import Ready
 from rollwright.collectors.workers.transports.backends import Backend, check_backend, known_backend, shares_memory
 from rollwright.collectors.workers.watching import START_S
+from rollwright.data.specs.shapes import as_device, usable_device
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs.foreign import as_maker, makers_in, remedy_for
 
-__all__ = ["WorkerOptions", "check_join", "factories_of", "options_of_workers"]
+__all__ = ["WorkerOptions", "check_join", "delivery_device", "factories_of", "options_of_workers"]
 
 _JOINS: dict[Any, Join] = {"stack": "stack", 0: "first", -1: "time"}
 _BY_WORKER = names_of(CollectorOptions, marked=PER_WORKER)
@@ -280,7 +283,26 @@ def options_of_workers(
     frames = whole.get("frames_per_batch", checked.frames_per_batch)
     if own.sync and frames is not None and not isinstance(frames, _LISTS):
         whole["frames_per_batch"] = math.ceil(checked.frames_per_batch / num_workers)
-    return checked, [replace(checked, **{**_of(whole, i), "worker_idx": i}) for i in range(num_workers)]
+    each = [replace(checked, **{**_of(whole, i), "worker_idx": i}) for i in range(num_workers)]
+    if shares_memory(own.transport):
+        for one in each:
+            one.check_devices()
+    else:
+        each = [_delivered_on_host(one) for one in each]
+    return checked, each
+
+
+def _delivered_on_host(options: CollectorOptions) -> CollectorOptions:
+    """The options of a worker on another machine, whose devices are its own: what it sends lies in host memory."""
+    usable_device("storing_device", options.storing_device)
+    named = [as_device(getattr(options, name)) for name in DEVICES]
+    return options if set(named) <= {None, torch.device("cpu")} else replace(options, storing_device="cpu")
+
+
+def delivery_device(options: CollectorOptions) -> torch.device | None:
+    """Where a collector with workers delivers its batches; None: where they arrive."""
+    device = as_device(options.storing_device or options.device)
+    return None if device is not None and device.type == "cuda" and not torch.cuda.is_available() else device
 
 
 def _of(options: Mapping[str, Any], worker: int) -> dict[str, Any]:

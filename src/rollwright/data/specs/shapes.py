@@ -16,7 +16,9 @@ __all__ = [
     "full_index",
     "index_leading",
     "index_shape",
+    "known_device",
     "star_size",
+    "usable_device",
 ]
 
 DeviceLike = torch.device | str | int | None
@@ -42,18 +44,28 @@ def as_device(device: DeviceLike) -> torch.device | None:
     return device
 
 
+def known_device(name: str, device: DeviceLike) -> torch.device | None:
+    """The device that an argument ``name`` says, on this machine or another one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return as_device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name}: expected a device such as 'cpu' or 'cuda:0', got {device!r}: {error}") from error
+
+
 def usable_device(name: str, device: DeviceLike) -> torch.device | None:
     """The device that an argument ``name`` says, which this machine must have.
 
     Raises:
         ValueError: it is none, or a CUDA device where torch sees none.
     """
-    try:
-        found = as_device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{name}: expected a device such as 'cpu' or 'cuda:0', got {device!r}: {error}") from error
+    found = known_device(name, device)
     if found is not None and found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{name}: got {device!r}, and torch sees no CUDA device. Pass 'cpu', or install CUDA's torch.")
+        given = str(device) if isinstance(device, torch.device) else device
+        raise ValueError(f"{name}: got {given!r}, and torch sees no CUDA device. Pass 'cpu', or install CUDA's torch.")
     return found
 
 

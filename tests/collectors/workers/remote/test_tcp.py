@@ -36,6 +36,8 @@ from tests.patience import patient
 
 from rollwright import Collector
 from rollwright._processes.network.addresses import SECRET
+from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.workers.options import WorkerOptions, delivery_device, options_of_workers
 from rollwright.collectors.workers.remote.frame_line import FrameLine
 from rollwright.collectors.workers.remote.worker import RemoteWorker
 from rollwright.data import LazyTensorStorage, ReplayBuffer
@@ -167,6 +169,30 @@ def test_a_consumer_may_take_longer_than_a_host_may_be_silent(remote):
             time.sleep(2.5)  # what the test is about
         seen += len(batch)
     assert seen == 4000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("name", ["device", "policy_device", "env_device"])
+def test_devices_are_looked_for_where_the_workers_are(remote, name):
+    with pytest.raises(WorkerError, match=rf"worker \d on .*{name}: got 'cuda:0', .*no CUDA device") as raised:
+        remote("sync", makers(2), gain(), frames_per_batch=20, **{name: "cuda:0"})
+    assert isinstance(raised.value, ValueError)
+    with pytest.raises(WorkerError, match="cudagraph_policy needs a CUDA device"):
+        remote("sync", makers(2), gain(), frames_per_batch=20, cudagraph_policy=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_batches_of_workers_on_a_gpu_come_through_host_memory_to_a_learner_without_one(remote):
+    own, others = WorkerOptions.split({"sync": True, "backend": "tcp"}, "x", CollectorOptions)
+    given, each = options_of_workers({**others, "device": "cuda:0"}, 2, own)
+    assert [(str(one.device), str(one.storing_device)) for one in each] == [("cuda:0", "cpu")] * 2
+    assert given.storing_device is None
+    assert delivery_device(given) is None
+    _, each = options_of_workers({**others, "device": "cpu"}, 2, own)
+    assert [one.storing_device for one in each] == [None] * 2
+    with pytest.raises(ValueError, match="storing_device: got") as raised:
+        remote("sync", makers(2), gain(), frames_per_batch=20, device="cuda:0", storing_device="cuda:0")
+    assert not isinstance(raised.value, WorkerError)
 
 
 def test_a_worker_takes_few_open_files_of_the_collector(remote):

@@ -79,6 +79,7 @@ class WorkerCollector(Reachable):
         send: Callable[[Any], None],
     ) -> None:
         self.options = options = spec.options
+        options.check_devices()
         self.worker_idx = options.worker_idx
         self._feed = feed
         self._packer = Packer(spec.packing)
