@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import random
 import signal
 import sys
@@ -32,6 +34,56 @@ class Raising:
             self.raises = False
             self.count += 1
             raise KeyboardInterrupt
+
+
+class EverywhereOnce:
+    """Ctrl-C at each place of the package where Python handles signals, in turn: at one in each ``with`` block.
+
+    These are the operations after a call of a function in C, the beginning of a function, and the end of a turn of a
+    loop. What holds off signals holds off these.
+
+    Attributes:
+        places: where it was pressed.
+        pressed: whether it was, in the last block.
+    """
+
+    def __init__(self):
+        self.places, self.pressed = set(), False
+        self._before = {}
+
+    def __enter__(self):
+        self.pressed = False
+        self._before.clear()
+        sys.settrace(self._called)
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def _called(self, frame, event, arg):
+        self._before[id(frame.f_back)] = None  # a call of Python code
+        if "/rollwright/" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._step
+
+    def _step(self, frame, event, arg):
+        if event == "opcode":
+            before = self._before.get(id(frame))
+            self._before[id(frame)] = _operations(frame.f_code).get(frame.f_lasti)
+            place = frame.f_code, frame.f_lasti
+            if before in _INTERRUPTIBLE and not self.pressed and place not in self.places:
+                self.pressed = True
+                self.places.add(place)
+                signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)
+        return self._step
+
+
+_INTERRUPTIBLE = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_FUNCTION_EX"}
+
+
+@functools.cache
+def _operations(code):
+    return {each.offset: each.opname for each in dis.get_instructions(code)}
 
 
 @contextmanager

@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import IntEnum
 from multiprocessing import util
 from typing import Any
 
-__all__ = ["ExitStage", "call_at_exit", "cancel_at_exit"]
+__all__ = ["ExitStage", "call_at_exit", "cancel_at_exit", "rest_if_ending"]
 
 _Function = Callable[[], None]
 
@@ -52,15 +53,31 @@ def cancel_at_exit(function: _Function) -> None:
     _functions.pop(function, None)
 
 
+def rest_if_ending() -> None:
+    """Where something has failed: return, but in a daemon thread of a process that ends, wait for its end.
+
+    There, what the thread uses was ended, so that it fails. Python ends such threads in the middle of what they do, a
+    moment later. The caller holds no lock.
+    """
+    thread = threading.current_thread()
+    if _ending is not None and thread is not _ending and thread.daemon:
+        threading.Event().wait()
+
+
+_ending: threading.Thread | None = None  # which makes the calls at exit
+
+
 def _call_all() -> None:
+    global _ending
+    _ending = threading.current_thread()
     with ExitStack() as stack:  # which calls the rest, too, if one raises
         for function in sorted(_functions, key=lambda function: _functions[function], reverse=True):
             stack.callback(function)
 
 
 def _begin_fork() -> None:
-    global _finalizer
-    _finalizer = None
+    global _finalizer, _ending
+    _finalizer = _ending = None
     _functions.clear()
 
 

@@ -19,6 +19,7 @@ from tensordict import TensorDictBase
 
 from rollwright._options import names_of, with_options
 from rollwright._processes.channel import ByValue
+from rollwright._processes.exits import rest_if_ending
 from rollwright._processes.file_limit import file_limit_named
 from rollwright._processes.forks import on_fork
 from rollwright.collectors.arguments import WorkerStats, checked_seed, checked_state
@@ -283,6 +284,7 @@ class MultiCollector(BaseCollector):
             except BaseException:
                 if batch is not None:
                     self._schedule.put_back(batch)
+                rest_if_ending()
                 raise
             # No reference stays here: its memory is the consumer's alone. Nor is there a call, after which Ctrl-C would
             # lose it.

@@ -73,6 +73,11 @@ def main():
             except KeyboardInterrupt:
                 collector.shutdown()
                 print("saved", collector.stats()["frames"], flush=True)
+        elif state == "daemon thread":
+            some = threading.Semaphore(0)
+            threading.Thread(target=lambda: [some.release() for _ in collector], daemon=True).start()
+            for _ in range(3):
+                some.acquire()
         elif state == "thread":
             thread = threading.Thread(target=lambda: [collector.next() for _ in range(5)])
             thread.start()
@@ -164,6 +169,7 @@ ENDS = {
     "background": (0, ""),
     "stuck": (0, ""),
     "thread": (0, ""),
+    "daemon thread": (0, ""),
 }
 
 

@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from tests.collectors.workers.envs import IDS, STEP, VERSION, Gain, gain, makers, pixels, sampling, tallies
 from tests.collectors.workers.frames import check
 from tests.collectors.workers.processes import in_shared_memory, wait_until
-from tests.interrupts import pressed
+from tests.interrupts import EverywhereOnce, pressed
 from tests.variants import in_turn, one_quick
 
 from rollwright.collectors.workers.counters import Count, WorkerState
@@ -185,6 +185,23 @@ def test_ctrl_c_between_a_batch_and_its_consumer_loses_none(make, kind):
                     batches.append(batch)
                     break
     assert raising.count > 20
+    batches += [collector.next() for _ in range(4)]
+    assert check(batches).gaps == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_at_any_place_of_a_call_loses_no_batch_and_doubles_none(make, kind):
+    collector, pressing, missed = (
+        make(kind, makers(), gain(), frames_per_batch=10, total_frames=-1),
+        EverywhereOnce(),
+        0,
+    )
+    batches = [collector.next()]
+    while missed < 15:  # places in branches that are rare
+        with contextlib.suppress(KeyboardInterrupt), pressing:
+            batches.append(collector.next())
+        missed = 0 if pressing.pressed else missed + 1
+    assert len(pressing.places) > 60
     batches += [collector.next() for _ in range(4)]
     assert check(batches).gaps == 0
 
