@@ -15,6 +15,7 @@ from torch import nn
 from rollwright.collectors import Collector
 from rollwright.data import Bounded, Categorical, Composite, Unbounded
 from rollwright.envs import (
+    Compose,
     DoubleToFloat,
     EnvBase,
     GymEnv,
@@ -22,6 +23,7 @@ from rollwright.envs import (
     RewardSum,
     SerialEnv,
     StepCounter,
+    Transform,
     TransformedEnv,
 )
 from rollwright.envs.arrays import array_form
@@ -167,6 +169,74 @@ def test_frames_are_those_of_the_plain_path(name, kind):
     ours, path = assert_paths_agree(ENVS[name], POLICIES[kind]())
     assert path == "native: NumPy arrays"
     assert sum(int(batch["next", "done"].sum()) for batch in ours) > 5
+
+
+class Halved(Transform):
+    """Changes an entry by itself."""
+
+    def _apply_transform(self, obs):
+        return obs / 2
+
+
+class Ends(Transform):
+    """Reads all flags that it is given, and sets one of them now and then."""
+
+    def __init__(self, flag=None):
+        super().__init__()
+        self.flag = flag
+
+    def _step(self, tensordict, next_tensordict):
+        flags = sorted(key for key in Drift.flags if key in next_tensordict)
+        next_tensordict["observation"] += len(flags)
+        if self.flag:
+            next_tensordict[self.flag] = next_tensordict[self.flag] | (next_tensordict["n"] == 3)
+        return next_tensordict
+
+    def _reset(self, tensordict, tensordict_reset):
+        return tensordict_reset
+
+
+class Widens(Halved):
+    """Gives an entry another form than its spec announces, later on."""
+
+    def _apply_transform(self, obs):
+        return obs.double() if obs.sum() > 1 else obs
+
+
+OWN_TRANSFORMS = {
+    "by entry": lambda: [Halved(["observation"])],
+    "whole": lambda: [Ends()],
+    "before truncation": lambda: [Ends(), StepCounter(4)],
+    "after truncation": lambda: [StepCounter(4), Ends()],
+    "with an end": lambda: [Ends("done")],
+    "with a cause": lambda: [StepCounter(5), Ends("terminated"), RewardSum()],
+}
+WITHOUT_TRUNCATION = {
+    "single": lambda: Drift(truncates=False),
+    "batch": lambda: Drift((3,), truncates=False),
+    "serial": lambda: SerialEnv(2, lambda: Drift(truncates=False)),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_TRUNCATION)
+@pytest.mark.parametrize("kind", OWN_TRANSFORMS)
+def test_own_transforms_need_no_truncation(kind, name):
+    ours, path = assert_paths_agree(
+        lambda: TransformedEnv(WITHOUT_TRUNCATION[name](), Compose(*OWN_TRANSFORMS[kind]())), acting()
+    )
+    assert path.startswith("native: NumPy arrays; ")
+    assert ("truncated" in ours[0]["next"]) == ("truncation" in kind or kind == "with a cause")
+
+
+def test_own_transforms_that_break_their_specs_need_no_truncation():
+    def make():
+        return TransformedEnv(Drift(truncates=False), Compose(Widens(["observation"]), RewardSum()))
+
+    with pytest.raises(EnvError) as ours:
+        batches(make(), None)
+    with pytest.raises(EnvError) as theirs:
+        batches(make(), None, use_buffers=False)
+    assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
 
 
 @pytest.mark.parametrize(

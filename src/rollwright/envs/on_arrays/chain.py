@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Rows, Values
+from rollwright.envs.arrays import FLAGS, ArrayEnv, ArrayTransform, Rows, Values
 from rollwright.envs.on_arrays.tensordicts import Deviation, OnTensorDicts, RootTensorDicts, as_tensordict
 from rollwright.errors import RollwrightError
 
@@ -112,7 +112,8 @@ class ArrayChain:
             out["done"] = causes
             return
         roots = self.roots
-        td = as_tensordict(out, {**roots.forms, **self.entries, **self.rewards}, roots.batch_size, roots.device)
+        forms, hidden = {**roots.forms, **self.entries, **self.rewards}, {*FLAGS} - roots.forms.keys()
+        td = as_tensordict(out, forms, roots.batch_size, roots.device, left_out=hidden)
         reason = f"{', '.join(self.on_tensordicts)}: 'done' is not 'terminated' or 'truncated'"
         raise ChainDeviation(len(self.parts), Deviation(reason, td))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -156,6 +156,7 @@ class OnTensorDicts:
         transform: it.
         name: of its class, for reasons.
         env: the environment that it follows, with the transforms before it.
+        before: flags of the root before the transform.
         output_spec: after the transform.
         roots: makes what it reads of the root.
         reads_root: whether the transform reads what a step began from.
@@ -181,6 +182,7 @@ class OnTensorDicts:
         transform: Changes,
         name: str,
         env: ArrayEnv,
+        before: Collection[NestedKey],
         output_spec: Composite,
         roots: RootTensorDicts,
         *,
@@ -204,9 +206,13 @@ class OnTensorDicts:
         self.inverse = None if inverse is None else inverse.inverse
         self.reads: list[NestedKey] = [] if inverse is None else inverse.reads
         self.made: frozenset[NestedKey] = frozenset() if inverse is None else inverse.made
-        self._flags = dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), Entry((*env.batch, 1), _FLAG, True))
-        self._before = _Forms({**env.entries, **self._flags}, {**env.entries, **env.rewards, **self._flags})
-        self._after = _Forms({**self.entries, **self._flags}, {**self.entries, **self.rewards, **self._flags})
+        flag, after = Entry((*env.batch, 1), _FLAG, True), output_spec["full_done_spec"]
+        flags: dict[NestedKey, Entry] = {name: flag for name in FLAGS if name in before}
+        self._before = _Forms({**env.entries, **flags}, {**env.entries, **env.rewards, **flags})
+        self._flags, self._hidden = flags, {*FLAGS} - flags.keys()
+        self._off: Any = np.zeros(env.batch, _FLAG)[()]
+        flags = {name: flag for name in FLAGS if name in after}
+        self._after = _Forms({**self.entries, **flags}, {**self.entries, **self.rewards, **flags})
         fits = by_entry is not None and not self.drops and by_entry.fits(self._before.step, self._after.step)
         self._by_entry = by_entry if fits else None
         self._nested = any(not isinstance(key, str) for key in self._after.step)
@@ -225,7 +231,7 @@ class OnTensorDicts:
         if self._by_entry is not None:
             self._step_by_entry(out, *self._by_entry)
             return
-        arrays = {key: _tensor_form(value, before.get(key)) for key, value in out.items()}
+        arrays = {key: _tensor_form(value, before.get(key)) for key, value in out.items() if key not in self._hidden}
         if len(arrays) != len(before):  # the policy has written below "next"
             expected = {**{key: _form(array) for key, array in arrays.items() if key not in before}, **expected}
         given = self._roots.of_step(root) if self._reads_root else _NOTHING
@@ -233,6 +239,7 @@ class OnTensorDicts:
         changed = self.transform.transform_step(given, _nested(tensors, self._batch_size, self._device))
         read = self._read(changed, expected)
         out.clear()
+        out.update(dict.fromkeys(self._hidden, self._off))  # on arrays, each step has them
         out.update(read)
 
     def _step_by_entry(self, out: Values, pairs: Pairs, function: Callable[[torch.Tensor], Any]) -> None:
@@ -255,7 +262,7 @@ class OnTensorDicts:
         else:
             out.update(values)
             return
-        td = as_tensordict(out, before, self._batch_size, self._device)
+        td = as_tensordict(out, before, self._batch_size, self._device, left_out=self._hidden)
         for (_, key), result in zip(pairs, results, strict=True):
             td.set(key, result)
         raise Deviation(f"{self.name} writes {key!r} in another form than its specs announce", td)
@@ -279,7 +286,7 @@ class OnTensorDicts:
         given = td.empty() if root is None else self._roots.of_reset(root, rows)
         changed = self.transform.transform_reset(given, td)
         read = self._read(changed, self._after.reset)
-        if any(np.count_nonzero(read.pop(flag)) for flag in FLAGS):
+        if any(np.count_nonzero(read.pop(flag)) for flag in FLAGS if flag in self._after.reset):
             raise Deviation(f"{self.name} ends trajectories at a reset", changed)
         fresh.clear()
         fresh.update(read)

@@ -123,8 +123,8 @@ class TransformedArrays(WrapperArrays):
         make = kind.on_arrays if "on_arrays" in vars(kind) else ARRAY_FORMS.get(kind)
         is_unknown = isinstance(transform, ForeignTransform) and not transform.is_known
         if make is None or is_unknown or OVERRIDABLE & vars(transform).keys():
-            if self._base.root_flags != FLAGS or self._base.flags or self._base.nests:
-                raise NotNative(f"{kind.__name__} works on TensorDicts, and the environment has other flags")
+            if self._base.flags or self._base.nests:
+                raise NotNative(f"{kind.__name__} works on TensorDicts, and the environment has flags below the root")
             return transform.on_tensordicts(self, self._chain.roots)
         return make(transform, self)
 

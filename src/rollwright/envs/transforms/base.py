@@ -209,7 +209,9 @@ class Transform(nn.Module):
         whole = ("_call", "_apply_to", "_read", *of_steps)
         is_simple = not own & set(whole) and not any(_overrides(self, method) for method in whole)
         by_entry = ByEntry(self._pairs(), lambda obs: self._apply_transform(obs)) if is_simple else None
-        return OnTensorDicts(self, name, env, spec, roots, reads_root=reads_root, by_entry=by_entry, inverse=inverse)
+        return OnTensorDicts(
+            self, name, env, parent.done_keys, spec, roots, reads_root=reads_root, by_entry=by_entry, inverse=inverse
+        )
 
     def _inverse_on_tensordicts(self, env: ArrayEnv, roots: RootTensorDicts) -> ArrayTransform:
         """What the transform changes on the way in, by a call of its own ``_inv_call`` where it has one."""

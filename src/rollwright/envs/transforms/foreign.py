@@ -171,7 +171,7 @@ class ForeignTransform(Transform):
         if parent is None:
             raise NotNative(f"{name} is on no environment")
         spec = self.transform_output_spec(parent.output_spec.clone())
-        return OnTensorDicts(self, name, env, spec, roots, reads_root=reads_root(inner))
+        return OnTensorDicts(self, name, env, parent.done_keys, spec, roots, reads_root=reads_root(inner))
 
     # Specs ------------------------------------------------------------------------------------
 

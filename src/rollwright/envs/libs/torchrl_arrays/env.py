@@ -153,13 +153,11 @@ class TorchRLArrays(ArrayEnv):
     def _part(self, transform: Any) -> ArrayTransform | OnTensorDicts:
         if is_known(transform):
             return array_transform(transform, self)
-        if self._base.root_flags != FLAGS:
-            raise NotNative(f"{class_path(transform)} works on TensorDicts, and the environment has other flags")
-        name = check_outputs_only(transform)
-        spec = cast(Composite, from_torchrl(transform.transform_output_spec(transform.parent.output_spec.clone())))
-        return OnTensorDicts(
-            _Called(transform, self._env), name, self, spec, self._chain.roots, reads_root=reads_root(transform)
-        )
+        name, before = check_outputs_only(transform), transform.parent.output_spec.clone()
+        flags = list(before["full_done_spec"].keys())
+        spec = cast(Composite, from_torchrl(transform.transform_output_spec(before)))
+        called, roots = _Called(transform, self._env), self._chain.roots
+        return OnTensorDicts(called, name, self, flags, spec, roots, reads_root=reads_root(transform))
 
     def _compare(self) -> None:
         """Test that this form has the entries that TorchRL's environment has, and takes the same actions.
