@@ -144,7 +144,7 @@ class Collector(BaseCollector):
     def _construct(self, create_env_fn: EnvMaker, policy: Callable[..., Any] | None, options: dict[str, Any]) -> None:
         self.closed = True  # until construction succeeds
         owner = type(self).__name__
-        self.options = parsed = self._parsed(local_options(options))
+        self.options = parsed = self._parsed(local_options(options, type(self)))
         parsed.check_devices()
         self.worker_idx = parsed.worker_idx
         self._hooks = Hooks(parsed.pre_collect_hook, parsed.post_collect_hook)
@@ -505,7 +505,8 @@ class Collector(BaseCollector):
             ``frames``, ``batches`` (delivered), ``total_frames``, ``total_batches`` (None without an end),
             ``completed``, ``frames_per_batch``, ``requested_frames_per_batch`` (before it was rounded),
             ``frames_per_second``, ``seconds`` by stage, ``episodes``,
-            ``mean_return`` and ``mean_length`` (over the last 100), ``last_return``, ``policy_version``,
+            ``mean_return`` and ``mean_length`` (of the 100 episodes that ended last, of all workers together; episodes
+            count at the end of the batch in which they end), ``last_return``, ``policy_version``,
             ``env_recreations`` (environments recreated by ``on_env_failure="recreate"``), ``devices``,
             ``paths`` (what runs environment and policy, how a buffer is written, and why), ``bytes_held``,
             ``waiting_for``. With ``trajs_per_batch``: ``trajectories_held`` (complete, not delivered yet),

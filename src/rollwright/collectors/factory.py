@@ -104,12 +104,24 @@ def makers_of_workers(create_env_fn: Any, num_collectors: int | None, in_each: i
     return [maker for maker in given for _ in range(in_each)]
 
 
-def local_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def local_options(options: Mapping[str, Any], owner: type) -> dict[str, Any]:
     """The options of a collector in this process, without those that select it.
+
+    Args:
+        options: as they were given.
+        owner: class of the collector.
 
     Raises:
         ValueError, TypeError: one is for collectors with workers only.
     """
+    if wants_workers(options):  # only the factory makes these
+        name = "num_collectors" if options.get("num_collectors") is not None else "backend"
+        known = next(kind.__name__ for kind in owner.__mro__ if kind.__module__.startswith("rollwright."))
+        raise TypeError(
+            f"{name}: {owner.__name__} collects in this process, and what it changes in {known} would be lost in "
+            f"workers; got {name}={options[name]!r}. Call {known} itself, or subclass a collector with workers, such "
+            "as MultiSyncCollector."
+        )
     alien = [name for name in names_of(WorkerOptions) if name in options and name not in ("sync", "backend")]
     if alien:
         raise TypeError(

@@ -18,13 +18,32 @@ from tests.collectors.workers.frames import check, flat
 from tests.collectors.workers.processes import wait_until
 from tests.variants import one_quick
 
+from rollwright._memory import Segment
 from rollwright.collectors import Collector
 from rollwright.collectors.workers import group
-from rollwright.collectors.workers.counters import Count, WorkerState
+from rollwright.collectors.workers.counters import Count, WorkerCounters, WorkerState
+from rollwright.collectors.workers.stats import last_episodes
 from rollwright.envs import GymEnv
 from rollwright.errors import WorkerError
+from rollwright.testing.mocking_classes import CountingEnv
 
 KINDS = ["sync", "async"]
+
+
+class Better(CountingEnv):
+    """Its n-th episode lasts one step and returns n."""
+
+    def __init__(self):
+        super().__init__(max_steps=1)
+        self.number = 0.0
+
+    def _step(self, tensordict):
+        self.number += 1
+        outcome = super()._step(tensordict)
+        done = torch.ones_like(outcome["done"])
+        return outcome.update({"reward": torch.full_like(outcome["reward"], self.number), "done": done})
+
+
 STAGES = {"policy", "env", "write", "wait", "weights"}
 
 
@@ -82,6 +101,28 @@ def test_episodes_and_returns(make, kind):
     assert stats["episodes"] == int(frames["next", "done"].sum())
     assert stats["mean_return"] == 15.0
     assert stats["mean_length"] == 5.0
+
+
+def test_means_are_of_the_episodes_that_ended_last(make):
+    """Each worker's n-th episode lasts one step and returns n."""
+    collector = make("sync", [Better] * 2, None, frames_per_batch=120, total_frames=240)
+    list(collector)
+    stats = collector.stats()
+    assert stats["episodes"] == 240
+    assert stats["mean_return"] == pytest.approx(sum(sorted([*range(61, 121)] * 2)[-100:]) / 100, abs=8)
+    assert stats["mean_return"] > 85  # of 100 of each worker: 70.5
+
+
+def test_episodes_of_workers_are_pooled_in_the_order_of_time():
+    segment = Segment()
+    fast, slow = (WorkerCounters(segment, index) for index in range(2))
+    fast.episodes[:] = [(1.0, 7, 100 + i) for i in range(100)]
+    slow.episodes[:3] = [(2.0, 9, 50), (3.0, 9, 150.5), (4.0, 9, 300)]
+    latest = last_episodes([fast, slow])
+    assert len(latest) == 100
+    assert latest[:, 2].tolist() == sorted(latest[:, 2].tolist())
+    assert latest[:, 0].tolist() == [1.0] * 49 + [3.0] + [1.0] * 49 + [4.0]
+    assert len(last_episodes([WorkerCounters(Segment(), 0)])) == 0
 
 
 def test_the_last_return_is_the_last_in_time(make):

@@ -419,6 +419,7 @@ class Rollout:
         self.start_trajectories()
 
     def _open(self, random: bool) -> None:
+        self.episodes.begin()
         if self._to_compile:
             self._compile_policy()
         if random:

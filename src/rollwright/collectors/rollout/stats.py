@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-__all__ = ["EpisodeStats", "StageTimer"]
+__all__ = ["NUM_EPISODES", "EpisodeStats", "StageTimer"]
+
+NUM_EPISODES = 100  # that ended last, which means are taken over
 
 
 class StageTimer:
@@ -75,12 +77,18 @@ class EpisodeStats:
         6.0
     """
 
-    def __init__(self, window: int = 100) -> None:
+    def __init__(self, window: int = NUM_EPISODES) -> None:
         self.episodes = 0
         self._returns: deque[float] = deque(maxlen=window)
         self._lengths: deque[int] = deque(maxlen=window)
+        self._ended_at: deque[float] = deque(maxlen=window)  # by time.monotonic(), which processes of a machine share
+        self._begun_at = time.monotonic()
         self._open_return: np.ndarray[Any, np.dtype[np.float64]] | None = None
         self._open_length: np.ndarray[Any, np.dtype[np.int64]] | None = None
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._begun_at = time.monotonic()
 
     def update(self, rewards: Any, ended: Any, were_reset: Any) -> None:
         """Count the frames of one batch.
@@ -113,6 +121,8 @@ class EpisodeStats:
         order = np.argsort(last[closed] % steps, kind="stable")[-(self._returns.maxlen or 0) :]
         self._returns.extend(returns[closed][order].tolist())
         self._lengths.extend(lengths[closed][order].tolist())
+        elapsed = time.monotonic() - self._begun_at
+        self._ended_at.extend((self._begun_at + elapsed * (last[closed][order] % steps + 1) / steps).tolist())
         self.episodes += len(ends)
         self._open_return[:] = self._open_length[:] = 0
         self._open_return[env[~closed]] = returns[~closed]
@@ -122,6 +132,7 @@ class EpisodeStats:
         """Count episodes whose returns and lengths are known, in the order in which they ended."""
         self._returns.extend(each for each, _ in ended)
         self._lengths.extend(length for _, length in ended)
+        self._ended_at.extend([time.monotonic()] * len(ended))
         self.episodes += len(ended)
 
     def update_from(
@@ -141,6 +152,7 @@ class EpisodeStats:
         """The same, which further episodes do not change."""
         other = copy.copy(self)
         other._returns, other._lengths = self._returns.copy(), self._lengths.copy()
+        other._ended_at = self._ended_at.copy()
         opened, steps = self._open_return, self._open_length
         other._open_return = None if opened is None else opened.copy()
         other._open_length = None if steps is None else steps.copy()
@@ -168,14 +180,16 @@ class EpisodeStats:
         for held, name in ((self._returns, "returns"), (self._lengths, "lengths")):
             held.clear()
             held.extend(state_dict[name])
+        self._ended_at.clear()
+        now, count = time.monotonic(), len(self._returns)
+        self._ended_at.extend(now - age_s for age_s in range(count, 0, -1))  # in turn with those of other workers
         opened, steps = (state_dict[name] if goes_on else None for name in ("open_return", "open_length"))
         self._open_return = None if opened is None else opened.numpy().copy()
         self._open_length = None if steps is None else steps.numpy().copy()
 
-    @property
-    def num_in_window(self) -> int:
-        """Episodes that the means are taken over."""
-        return len(self._returns)
+    def rows(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return, length and time of the end of each episode that means are taken over, ``[n, 3]``."""
+        return np.array([*zip(self._returns, self._lengths, self._ended_at, strict=True)]).reshape(-1, 3)
 
     def summary(self) -> dict[str, Any]:
         """Counts and means, as JSON knows them."""

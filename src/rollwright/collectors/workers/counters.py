@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
+
 from rollwright._memory import Segment
+from rollwright.collectors.rollout.stats import NUM_EPISODES
 from rollwright.data.llm.turns import Origin
 
 __all__ = ["BEAT_S", "WorkerState", "Gauge", "Count", "WorkerCounters"]
@@ -52,11 +55,6 @@ class Gauge(IntEnum):
     WAIT_S = 3
     WEIGHTS_S = 4
     TOTAL_S = 5
-    MEAN_RETURN = 6
-    MEAN_LENGTH = 7
-    LAST_RETURN = 8
-    WINDOW = 9  # episodes that the means are taken over
-    LAST_RETURN_AT = 10  # when that was known, by time.monotonic(), which processes of a machine share
 
 
 class WorkerState(IntEnum):
@@ -74,7 +72,8 @@ class WorkerState(IntEnum):
     PREPARING = 9
 
 
-_PAGE = 512
+_NUMBERS = 512  # bytes
+_PAGE = _NUMBERS + 24 * NUM_EPISODES
 
 
 class WorkerCounters:
@@ -83,6 +82,12 @@ class WorkerCounters:
     Args:
         segment: of all workers.
         worker: index.
+
+    Attributes:
+        page: the memory of all of them.
+        counts: by :class:`Count`.
+        gauges: by :class:`Gauge`.
+        episodes: the last ones that ended, rows of :class:`~rollwright.collectors.rollout.stats.EpisodeStats`; 0: none.
 
     Example:
         >>> counters = WorkerCounters(Segment(), 0)
@@ -94,9 +99,10 @@ class WorkerCounters:
     def __init__(self, segment: Segment, worker: int) -> None:
         start = worker * _PAGE
         segment.grow(start + _PAGE)
-        memory = segment.map(start, _PAGE)
-        self.counts: Any = memory[: _PAGE // 2].cast("q")
-        self.gauges: Any = memory[_PAGE // 2 : _PAGE].cast("d")
+        self.page = memory = segment.map(start, _PAGE)[:_PAGE]
+        self.counts: Any = memory[: _NUMBERS // 2].cast("q")
+        self.gauges: Any = memory[_NUMBERS // 2 : _NUMBERS].cast("d")
+        self.episodes = np.frombuffer(memory, np.float64, offset=_NUMBERS).reshape(NUM_EPISODES, 3)
 
     def call_attention(self) -> None:
         """Make the worker read its messages after the current step."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rollwright.collectors.arguments import WorkerStats, check_worker_stats
 from rollwright.collectors.rollout.counts import FrameCounts
-from rollwright.collectors.workers.counters import Count, Gauge, WorkerState
+from rollwright.collectors.rollout.stats import NUM_EPISODES
+from rollwright.collectors.workers.counters import Count, WorkerCounters, WorkerState
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.schedules.schedule import Schedule
 
-__all__ = ["merged_stats", "select_workers"]
+__all__ = ["last_episodes", "merged_stats", "select_workers"]
 
 
 _WAITING = {
@@ -34,9 +38,7 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
     group.look()
     workers = [_of_worker(group, index) for index in range(len(group.workers))]
     counters = [worker.counters for worker in group.workers]
-    windows = [of_worker.gauges[Gauge.WINDOW] for of_worker in counters]
-    with_episodes = [of_worker.gauges for of_worker in counters if of_worker.counts[Count.EPISODES]]
-    latest = max(with_episodes, key=lambda gauges: gauges[Gauge.LAST_RETURN_AT], default=None)
+    latest = last_episodes(counters)
     seconds = {name: sum(worker["seconds"][name] for worker in workers) for name in counters[0].seconds()}
     busiest = max(worker["seconds"]["total"] + worker["seconds"]["wait"] for worker in workers)
     held = schedule.store.num_borrowed
@@ -48,9 +50,9 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
         "frames_per_second": schedule.frames / busiest if busiest else None,
         "seconds": seconds,
         "episodes": sum(of_worker.counts[Count.EPISODES] for of_worker in counters),
-        "mean_return": _mean([of_worker.gauges[Gauge.MEAN_RETURN] for of_worker in counters], windows),
-        "mean_length": _mean([of_worker.gauges[Gauge.MEAN_LENGTH] for of_worker in counters], windows),
-        "last_return": None if latest is None else latest[Gauge.LAST_RETURN],
+        "mean_return": float(latest[:, 0].mean()) if len(latest) else None,
+        "mean_length": float(latest[:, 1].mean()) if len(latest) else None,
+        "last_return": float(latest[-1, 0]) if len(latest) else None,
         "policy_version": version,
         "policy_lag": max(version - worker["policy_version"] for worker in workers),
         "frames_stale": schedule.frames_stale,
@@ -109,9 +111,11 @@ def _of_worker(group: WorkerGroup, index: int) -> dict[str, Any]:
     }
 
 
-def _mean(values: list[float], weights: list[float]) -> float | None:
-    total = sum(weights)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else None
+def last_episodes(counters: Sequence[WorkerCounters]) -> NDArray[np.float64]:
+    """The episodes of all workers that ended last, as many as one process takes means over, in the order of time."""
+    rows = np.concatenate([of_worker.episodes for of_worker in counters])
+    rows = rows[rows[:, 2] > 0]
+    return rows[np.argsort(rows[:, 2], kind="stable")[-NUM_EPISODES:]]
 
 
 def select_workers(found: dict[str, Any], workers: WorkerStats) -> dict[str, Any]:

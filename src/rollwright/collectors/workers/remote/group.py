@@ -112,8 +112,7 @@ class RemoteGroup:
         self._holding.queued()
 
     def _snapshot(self, worker: int) -> bytes:
-        page = self._pages[worker]
-        return bytes(page.counts.tobytes() + page.gauges.tobytes())
+        return bytes(self._pages[worker].page)
 
     # From the collector -------------------------------------------------------------------------------
 

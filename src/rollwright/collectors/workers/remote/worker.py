@@ -16,7 +16,7 @@ from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.connection import NOTHING
 from rollwright._processes.failures import ExceptionInfo
 from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.counters import Count, Gauge, WorkerCounters
+from rollwright.collectors.workers.counters import Count, WorkerCounters
 from rollwright.collectors.workers.remote import frames
 from rollwright.collectors.workers.remote.mirror import RolloutPlaces, bytes_of
 
@@ -111,15 +111,11 @@ class RemoteWorker:
 
     def mirror(self, page: bytes) -> None:
         """Show its counters, but for those that the collector writes."""
-        counts, gauges = self._counters.counts, self._counters.gauges
-        half = len(counts) * _WORD
-        counts.cast("B")[_OWN:half] = page[_OWN:half]
-        gauges.cast("B")[:] = page[half:]
-        if counts[Count.OLDEST] < 0:
+        self._counters.page[_OWN:] = page[_OWN:]
+        if self._counters.counts[Count.OLDEST] < 0:
             self._expect_oldest()
-        known_at = gauges[Gauge.LAST_RETURN_AT]
-        age_s = self._link.clock - known_at  # two clocks are never compared
-        gauges[Gauge.LAST_RETURN_AT] = time.monotonic() - age_s if known_at else 0.0
+        ended_at = self._counters.episodes[:, 2]
+        ended_at[ended_at > 0] += time.monotonic() - self._link.clock  # two clocks are never compared
 
     def _expect_oldest(self) -> None:
         """The next rollout may have begun, with what was published when it was asked for."""

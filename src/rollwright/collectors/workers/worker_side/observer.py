@@ -71,12 +71,9 @@ class WorkerObserver:
         counts[Count.ENV_RECREATIONS] = self._recreations_before + num_recreations(rollout.env)
         gauges[Gauge.POLICY_S], gauges[Gauge.ENV_S] = seconds["policy"], seconds["env"]
         gauges[Gauge.WRITE_S], gauges[Gauge.TOTAL_S] = seconds["write"], rollout.timer.total
-        if counts[Count.EPISODES] != episodes.episodes and episodes.num_in_window:
-            summary = episodes.summary()
-            counts[Count.EPISODES] = summary["episodes"]
-            gauges[Gauge.MEAN_RETURN], gauges[Gauge.MEAN_LENGTH] = summary["mean_return"], summary["mean_length"]
-            gauges[Gauge.LAST_RETURN], gauges[Gauge.WINDOW] = summary["last_return"], float(episodes.num_in_window)
-            gauges[Gauge.LAST_RETURN_AT] = time.monotonic()
+        if counts[Count.EPISODES] != episodes.episodes:
+            counts[Count.EPISODES], rows = episodes.episodes, episodes.rows()
+            self._counters.episodes[: len(rows)], self._counters.episodes[len(rows) :] = rows, 0
 
     def begin(self) -> None:
         """A rollout begins with the weights that act."""
