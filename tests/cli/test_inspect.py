@@ -77,6 +77,22 @@ def test_plot_leaves_a_picture(run, dataset, tmp_path):
     assert result.out.splitlines()[-1] == f"picture: {picture}"
 
 
+def test_plot_shows_the_mean_of_few_episodes(run, tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    out = tmp_path / "few"
+    assert run("collect", "CartPole-v1", "--frames", 200, "--seed", 0, "--output", out).status == 0
+    episodes, _ = episodes_of(load_dataset(out))
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    run("inspect", out, "--plot", tmp_path / "picture.png")
+    dots, mean = drawn[0].axes[0].get_lines()
+    count = len(episodes.returns)
+    assert 2 < count < 100
+    assert len(mean.get_xdata()) == len(dots.get_xdata()) == count
+    assert mean.get_label() == f"mean of the last {count}"
+    assert mean.get_ydata()[[0, -1]] == pytest.approx([episodes.returns[0], episodes.returns.mean()])
+
+
 def test_plot_without_matplotlib(run, dataset, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("inspect", dataset, "--plot", tmp_path / "picture.png")

@@ -55,9 +55,10 @@ def _row(axes: Any, frames: NDArray[Any], values: NDArray[Any], name: str) -> No
     over_time, histogram = axes
     stride = -(-len(values) // _MOST_POINTS)
     over_time.plot(frames[::stride], values[::stride], ".", markersize=3, alpha=0.5)
-    window = min(100, len(values))
-    mean = np.convolve(values, np.ones(window) / window, mode="valid")
-    over_time.plot(frames[window - 1 :][::stride], mean[::stride], label=f"mean of {window}")
     over_time.set_ylabel(name)
-    over_time.legend(loc="upper left")
+    if len(values) > 1:
+        window = min(100, len(values))
+        mean = np.convolve(values, np.ones(window))[: len(values)] / np.arange(1, len(values) + 1).clip(max=window)
+        over_time.plot(frames[::stride], mean[::stride], label=f"mean of the last {window}")
+        over_time.legend(loc="upper left")
     histogram.hist(values[np.isfinite(values)], bins=40, orientation="horizontal")
