@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 
@@ -66,6 +67,36 @@ def test_the_top_has_what_most_programs_need_and_no_more() -> None:
     assert [cls.__name__ for cls in classes] == ["Collector", "GymEnv", "ReplayBuffer"]
     with pytest.raises(AttributeError, match="module 'rollwright' has no attribute 'Colector'"):
         rollwright.Colector  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        (
+            "from rollwright import Colector",
+            "cannot import name 'Colector' from 'rollwright'. Did you mean 'Collector'?",
+        ),
+        (
+            "from rollwright import StepCounter",
+            "'StepCounter' from 'rollwright'. Write: from rollwright.envs import Step",
+        ),
+        ("from rollwright.envs import StepCountr", "from 'rollwright.envs'. Did you mean 'StepCounter'?"),
+        ("from rollwright.data import Compsite", "from 'rollwright.data'. Did you mean 'Composite'?"),
+        ("from rollwright.modules import Actr", "from 'rollwright.modules'. Did you mean 'Actor'?"),
+        ("from rollwright.collectors import MultiSyncColector", "Did you mean 'MultiSyncCollector'?"),
+        ("from rollwright.envs.llm import ChatEnvv", "Did you mean 'ChatEnv'?"),
+    ],
+)
+def test_a_name_that_is_not_there_is_answered_with_the_nearest(statement: str, message: str) -> None:
+    with pytest.raises(ImportError, match=re.escape(message)):
+        exec(statement)
+
+
+def test_a_name_that_is_not_there_is_no_attribute() -> None:
+    for name in PACKAGES:
+        assert not hasattr(importlib.import_module(name), "nothing")
+    with pytest.raises(AttributeError, match=r"has no attribute 'StepCountr'\. Did you mean 'StepCounter'\?"):
+        importlib.import_module("rollwright.envs").StepCountr  # noqa: B018
 
 
 def test_importing_the_top_imports_nothing_heavy() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from rollwright._missing import missing_name
+
 if TYPE_CHECKING:
     from rollwright.collectors import Collector, Evaluator, MultiCollector
     from rollwright.data import (
@@ -61,7 +63,7 @@ if not TYPE_CHECKING:  # so that type checkers refuse names that are not above
             if name in package.__all__:
                 globals()[name] = getattr(package, name)
                 return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing_name(__name__, name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

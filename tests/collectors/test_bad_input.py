@@ -392,3 +392,43 @@ def test_an_environment_of_another_library_is_not_called():
 
     with pytest.raises(TypeError, match=r"create_env_fn: expected the name of .*OtherEnv"):
         Collector(OtherEnv(), frames_per_batch=4)
+
+
+class NoAction(EnvBase):
+    """Steps by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_spec = Composite(observation=Unbounded((3,)))
+
+    def _reset(self, tensordict=None, **kwargs):
+        return TensorDict({"observation": torch.zeros(3)})
+
+    def _step(self, tensordict):
+        return TensorDict({"observation": torch.zeros(3), "reward": 1.0, "done": False})
+
+    def _set_seed(self, seed):
+        pass
+
+
+@pytest.mark.parametrize("policy", [None, linear()])
+def test_an_environment_without_an_action_is_refused(policy):
+    for make in (NoAction, lambda: SerialEnv(2, NoAction), lambda: TransformedEnv(NoAction(), StepCounter())):
+        with pytest.raises(
+            EnvError, match=r"create_env_fn: .*NoAction.* whose action_spec is empty\. Set it in the con"
+        ):
+            Collector(make, policy, frames_per_batch=4)
+    with pytest.raises(EnvError, match="rand_action: expected an environment with an action"):
+        NoAction().rollout(3)
+
+
+@pytest.mark.parametrize("options", [{"num_collectors": 2}, {"backend": "process"}])
+def test_a_subclass_makes_no_workers(options):
+    class Mine(Collector):
+        pass
+
+    name = next(iter(options))
+    with pytest.raises(
+        TypeError, match=rf"{name}: Mine collects in this process, .*got {name}=.*Call Collector itself"
+    ):
+        Mine(CountingEnv, None, frames_per_batch=4, **options)

@@ -455,6 +455,7 @@ def test_methods_that_a_subclass_forgot_are_named(missing: str) -> None:
     }
     bare = type("Bare", (EnvBase,), {**methods, "outcome": {}, "first": {}})
     env = bare()
+    env.action_spec = Binary(1)
     with pytest.raises(EnvError, match=rf"Bare has no {missing}: define `{missing}\("):
         _ = env.set_seed(0), env.rand_step()
 

@@ -260,3 +260,16 @@ def test_a_stuck_process_ends_when_its_parent_was_killed(programs):
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < until, "the child outlives its parent"
         time.sleep(0.01)
+
+
+def test_a_spawned_program_without_a_guard_is_told_last_what_to_do(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from rollwright._processes.child import Child, echo\n"
+        "child = Child(echo, name='one', start_method='spawn')\n"
+        "child.wait(100)\n"
+        "raise SystemExit(child.how_it_ended())\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert "bootstrapping" in done.stderr
+    assert 'below `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]

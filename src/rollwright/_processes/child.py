@@ -75,6 +75,7 @@ class Child:
         self._home: int | None = None  # in a forked process: the one that this child is of
         self.channel, theirs = Channel.pair()
         payload = args if start_method == "fork" else ByValue(args)
+        self._imports_main, self._has_sent = start_method == "spawn", False
         self._process = new_process(start_method, _main, (theirs, serve, payload, num_threads), name)
         call_at_exit(_end_all, ExitStage.PROCESSES)
         _orphans[:] = [process for process in _orphans if process.is_alive()]
@@ -130,7 +131,11 @@ class Child:
 
     def take(self) -> Any:
         """The next message that has arrived, or ``NOTHING``."""
-        return self.channel.recv(0.0) if self.channel.poll() else NOTHING
+        if not self.channel.poll():
+            return NOTHING
+        message = self.channel.recv(0.0)
+        self._has_sent = True
+        return message
 
     def close(self) -> None:
         """Close the channel, which asks the process to end; forget it if it has ended."""
@@ -175,6 +180,11 @@ class Child:
         status = self._process.exitcode
         if status is None:
             return "is alive"
+        if status and self._imports_main and not self._has_sent:
+            return (
+                f"exited with status {status} (its error is printed above; with start_method='spawn' it imports the "
+                'program\'s main module: write what starts processes below `if __name__ == "__main__":`)'
+            )
         if status >= 0:
             return f"exited with status {status}"
         try:

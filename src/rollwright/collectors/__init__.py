@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from rollwright._missing import missing_name
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.collectors import SyncDataCollector
@@ -64,5 +65,5 @@ else:
 
     def __getattr__(name: str) -> object:
         if name not in _OF_CLUSTERS:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise missing_name(__name__, name)
         return getattr(import_module(_OF_CLUSTERS[name]), name)

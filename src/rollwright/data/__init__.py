@@ -1,5 +1,8 @@
 """Data of frames: specs, the layout of trajectories, replay buffers, datasets."""
 
+from typing import TYPE_CHECKING
+
+from rollwright._missing import missing_name
 from rollwright.data.compact import restore_next
 from rollwright.data.layout import join_trajectories, split_trajectories, trajectories
 from rollwright.data.llm.history import History
@@ -132,3 +135,8 @@ __all__ = [
     "to_torchrl",
     "trajectories",
 ]
+
+if not TYPE_CHECKING:  # so that type checkers refuse names that are not above
+
+    def __getattr__(name: str) -> object:
+        raise missing_name(__name__, name)

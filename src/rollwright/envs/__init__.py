@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from rollwright._missing import missing_name
 from rollwright.envs import priming as priming  # registers policy=
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
@@ -151,7 +152,7 @@ if not TYPE_CHECKING:  # so that type checkers refuse names that are not above
         if name in _CONVERSATIONS:
             globals()[name] = getattr(import_module("rollwright.envs.llm"), name)
             return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing_name(__name__, name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -8,6 +8,7 @@ from tensordict.nn import InteractionType as ExplorationType
 from tensordict.nn import set_interaction_type as set_exploration_type
 from tensordict.nn.probabilistic import interaction_type as exploration_type
 
+from rollwright._missing import missing_name
 from rollwright.modules.distributions import (
     Delta,
     IndependentNormal,
@@ -101,7 +102,7 @@ if not TYPE_CHECKING:  # so that type checkers refuse names that are not above
         if name in _LANGUAGE_MODELS:
             globals()[name] = getattr(import_module("rollwright.modules.llm"), name)
             return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing_name(__name__, name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

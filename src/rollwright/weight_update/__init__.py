@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from rollwright._missing import missing_name
 from rollwright.weight_update._scheme import WeightSyncScheme
 from rollwright.weight_update.schemes import (
     DistributedWeightSyncScheme,
@@ -35,3 +38,8 @@ __all__ = [
     "WeightSyncScheme",
     "WeightUpdaterBase",
 ]
+
+if not TYPE_CHECKING:  # so that type checkers refuse names that are not above
+
+    def __getattr__(name: str) -> object:
+        raise missing_name(__name__, name)

@@ -29,6 +29,27 @@ def reading(module, key="observation", out="action"):
 
 # At construction ---------------------------------------------------------------------------------------------------
 
+
+def test_another_precision_than_the_environments_is_refused():
+    policy = reading(net(3, 8, (8, 1)).double())
+    with pytest.raises(
+        PolicyError, match=r"'module\.0'.*expected float64 input.*got float32\. Call policy\.to\(torch\.fl"
+    ):
+        Collector(pendulum, policy, frames_per_batch=4)
+
+
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_another_precision_within_the_policy_is_named(use_buffers):
+    inner = TensorDictSequential(reading(nn.Identity(), out="h"), reading(nn.Linear(3, 1).double(), "h"))
+    with (
+        Collector(pendulum, inner, frames_per_batch=4, use_buffers=use_buffers) as collector,
+        pytest.raises(
+            PolicyError, match=r"expected float64 input, as its weights are, got float32\. Call .*'h' \[3\] f"
+        ),
+    ):
+        collector.next()
+
+
 WRONG = {
     "alone": (lambda: reading(nn.Linear(4, 1)), "'module'", "observation", 3),
     "first": (lambda: reading(nn.Sequential(net(4, 8, (8, 1)))), r"'module\.0\.0'", "observation", 3),

@@ -1,5 +1,13 @@
 """Collector of dialogues with language models."""
 
+from typing import TYPE_CHECKING
+
+from rollwright._missing import missing_name
 from rollwright.collectors.llm.collector import LLMCollector
 
 __all__ = ["LLMCollector"]
+
+if not TYPE_CHECKING:  # so that type checkers refuse names that are not above
+
+    def __getattr__(name: str) -> object:
+        raise missing_name(__name__, name)

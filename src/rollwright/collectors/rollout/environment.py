@@ -12,6 +12,7 @@ from torch import nn
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.data.llm.turns import Origin
+from rollwright.envs._checks import check_has_action
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.closing import closed_on_error
@@ -88,6 +89,7 @@ def _fitted(made: EnvBase, options: CollectorOptions) -> EnvBase:
     if made.is_closed:
         raise EnvError(f"create_env_fn: {made} is closed. {made.remedy_when_closed}.")
     _check_names(made, options)
+    check_has_action("create_env_fn", made)
     _share_data(made, options)
     device = options.env_device or options.device
     env = made if device is None else made.to(device)

@@ -169,6 +169,9 @@ def _told(error: BaseException, frames: list[FrameType], root: Any, current: Ten
                 f"{what} expected {expected} {name.removeprefix('in_')} in dimension {dim} of its input, got {size}: "
                 f"shape {list(tensor.shape)}.{keys} Make it with {name}={size}. {raised}."
             )
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor) and given and _differ(weight.dtype, given[0].dtype):
+        return f"{what} {_other_dtype(weight.dtype, given[0].dtype)}{keys} {raised}."
     shapes = ", ".join(f"{list(tensor.shape)} {_dtype(tensor)}" for tensor in given)
     return f"{what} raised {raised}.{f' Its input: {shapes}.' if given else ''}{keys}"
 
@@ -213,6 +216,18 @@ def _width(module: nn.Module) -> tuple[str, int]:
     return "", 0
 
 
+def _differ(weights: torch.dtype, given: torch.dtype) -> bool:
+    return weights is not given and weights.is_floating_point and given.is_floating_point
+
+
+def _other_dtype(weights: torch.dtype, given: torch.dtype) -> str:
+    """What is wrong with a layer's dtype, and what to do."""
+    or_else = ", or append DoubleToFloat() to the environment" if given is torch.float64 else ""
+    return (
+        f"expected {_dtype(weights)} input, as its weights are, got {_dtype(given)}. Call policy.to({given}){or_else}."
+    )
+
+
 def _name(thing: Any) -> str:
     """A layer as torch prints it, anything larger by its class."""
     if isinstance(thing, nn.Module) and not isinstance(thing, TensorDictModuleBase) and not list(thing.children()):
@@ -220,18 +235,18 @@ def _name(thing: Any) -> str:
     return getattr(thing, "__qualname__", type(thing).__name__)
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _dtype(of: torch.Tensor | torch.dtype) -> str:
+    return str(of.dtype if isinstance(of, torch.Tensor) else of).removeprefix("torch.")
 
 
 # At construction --------------------------------------------------------------------------------------------
 
 
 def _check_widths(policy: nn.Module, env: EnvBase) -> None:
-    """Test that layers which read an entry of the environment as it is have the width of its spec.
+    """Test that layers which read an entry of the environment as it is fit its spec.
 
     Raises:
-        PolicyError: one does not.
+        PolicyError: one does not, or has weights of another precision.
     """
     for path, module, key in _first_readers(policy, "", set()):
         layer = module.module
@@ -249,6 +264,9 @@ def _check_widths(policy: nn.Module, env: EnvBase) -> None:
                 f"policy: {path!r} ({layer}) reads {key!r} and expected {layer.in_features} features in its last "
                 f"dimension, got shape {list(shape)} from {env}. Make it with in_features={shape[-1]}."
             )
+        weights, read = layer.weight.dtype, spec.dtype
+        if read is not None and {weights, read} == {torch.float32, torch.float64}:  # autocast changes neither
+            raise PolicyError(f"policy: {path!r} ({layer}) reads {key!r} of {env} and {_other_dtype(weights, read)}")
 
 
 def _first_readers(

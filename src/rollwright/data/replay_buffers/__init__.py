@@ -1,5 +1,8 @@
 """Replay buffers: a storage, a writer that fills it, a sampler that reads it."""
 
+from typing import TYPE_CHECKING
+
+from rollwright._missing import missing_name
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.conditional import ConditionalUpdateResult
 from rollwright.data.replay_buffers.ensemble import ReplayBufferEnsemble
@@ -66,3 +69,8 @@ __all__ = [
     "TensorStorage",
     "Writer",
 ]
+
+if not TYPE_CHECKING:  # so that type checkers refuse names that are not above
+
+    def __getattr__(name: str) -> object:
+        raise missing_name(__name__, name)

@@ -284,11 +284,9 @@ class WriteBox:
         self.dtype = np.dtype(leaf.space.dtype)
 
     def __call__(self, array: NDArray[Any]) -> NDArray[Any]:
-        _check_shape(array, self.shape)
+        _check_form(array, self.shape, "biuf" if self.dtype.kind == "f" else "biu", str(self.dtype))
         if self.dtype.kind != "f":
             return self._whole(array)
-        if array.dtype.kind not in "biuf":
-            raise SpecError(f"has dtype {array.dtype}, expected {self.dtype}. Cast it in the policy.")
         if np.count_nonzero(np.isfinite(array)) != array.size:  # cheaper than all()
             raise SpecError(
                 f"holds NaN or infinity{_where(~np.isfinite(array))}: {_short(array)}. Check "
@@ -298,7 +296,7 @@ class WriteBox:
 
     def _whole(self, array: NDArray[Any]) -> NDArray[Any]:
         cast_down = array.astype(self.dtype)
-        if array.dtype.kind not in "biu" or (cast_down != array).any():
+        if (cast_down != array).any():
             raise SpecError(
                 f"must hold integers that {self.dtype} can hold, got {_short(array)} of dtype {array.dtype}. Cast or "
                 "clamp it in the policy."
@@ -314,7 +312,7 @@ class WriteBinary:
         self.dtype = np.dtype(leaf.space.dtype)
 
     def __call__(self, array: NDArray[Any]) -> NDArray[Any]:
-        _check_shape(array, self.shape)
+        _check_form(array, self.shape)
         if not ((array == 0) | (array == 1)).all():
             raise SpecError(f"must hold zeros and ones, got {_short(array)}.")
         return array.astype(self.dtype)
@@ -344,7 +342,7 @@ class WriteIndex:
             place = int(array)
             if 0 <= place < self.choices:
                 return place + self.first
-        _check_shape(array, self.shape)
+        _check_form(array, self.shape, *(() if self.one_hot else ("biu", "integers")))
         if self.as_int:
             return self._one(array) + self.first
         index = self._place_of_one(array) if self.one_hot else self._in_range(array)
@@ -398,8 +396,6 @@ class WriteIndex:
         return index
 
     def _in_range(self, array: NDArray[Any]) -> NDArray[Any]:
-        if array.dtype.kind not in "iub":
-            raise SpecError(f"has dtype {array.dtype}, expected integers. Cast it in the policy.")
         index = array.astype(np.int64)
         # As unsigned numbers, negative ones are large.
         if index.size and np.count_nonzero(index.view(np.uint64) < self.limits) == index.size:
@@ -537,9 +533,14 @@ def _is_one_hot(spec: TensorSpec) -> bool:
     return isinstance(spec, (OneHot, MultiOneHot))
 
 
-def _check_shape(array: NDArray[Any], shape: tuple[int, ...]) -> None:
-    if array.shape != shape:
-        raise SpecError(f"has shape {list(array.shape)}, expected {list(shape)}. Reshape it in the policy.")
+def _check_form(array: NDArray[Any], shape: tuple[int, ...], kinds: str = "biufc", wanted: str = "") -> None:
+    """Test shape and kind of dtype together, ``wanted`` in words."""
+    is_shape, is_kind = array.shape == shape, array.dtype.kind in kinds
+    if not is_shape or not is_kind:
+        found = [*([] if is_shape else [f"shape {list(array.shape)}"]), *([] if is_kind else [f"dtype {array.dtype}"])]
+        expected = [*([] if is_shape else [str(list(shape))]), *([] if is_kind else [wanted])]
+        remedy = " and ".join([*([] if is_shape else ["Reshape"]), *([] if is_kind else ["Cast"])]).capitalize()
+        raise SpecError(f"has {' and '.join(found)}, expected {' of '.join(expected)}. {remedy} it in the policy.")
 
 
 def _where(wrong: NDArray[Any]) -> str:

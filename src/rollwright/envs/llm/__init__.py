@@ -1,5 +1,8 @@
 """Environments of conversations with language models."""
 
+from typing import TYPE_CHECKING
+
+from rollwright._missing import missing_name
 from rollwright.envs.llm.chat import ChatEnv, DatasetChatEnv
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome, PromptDraw, PromptSource
@@ -57,3 +60,8 @@ __all__ = [
     "Toolset",
     "XMLToolParser",
 ]
+
+if not TYPE_CHECKING:  # so that type checkers refuse names that are not above
+
+    def __getattr__(name: str) -> object:
+        raise missing_name(__name__, name)

@@ -1,5 +1,8 @@
 """Transforms: changes to what environments return and to what they are given."""
 
+from typing import TYPE_CHECKING
+
+from rollwright._missing import missing_name
 from rollwright.data.postprocs import Reward2GoTransform
 from rollwright.data.replay_buffers.transforms import NextStateReconstructor, PolicyAgeFilter
 from rollwright.envs.transforms.arrays import register_array_form
@@ -71,3 +74,8 @@ __all__ = [
     "VecNormV2",
     "register_array_form",
 ]
+
+if not TYPE_CHECKING:  # so that type checkers refuse names that are not above
+
+    def __getattr__(name: str) -> object:
+        raise missing_name(__name__, name)

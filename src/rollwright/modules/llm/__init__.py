@@ -3,6 +3,9 @@
 Nothing here imports transformers or vLLM before a model is built by name or generates.
 """
 
+from typing import TYPE_CHECKING
+
+from rollwright._missing import missing_name
 from rollwright.modules.llm.distribution import TokenDistribution
 from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
 from rollwright.modules.llm.sampling import token_log_probs
@@ -23,3 +26,8 @@ __all__ = [
     "token_log_probs",
     "vLLMWrapper",
 ]
+
+if not TYPE_CHECKING:  # so that type checkers refuse names that are not above
+
+    def __getattr__(name: str) -> object:
+        raise missing_name(__name__, name)
