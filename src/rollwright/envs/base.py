@@ -16,8 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, key_str, leaf_keys, without
 from rollwright._seeding import seed_torch
 from rollwright.data.layout import deciding_groups, end_of_trajectory
-<<<<<<< HEAD
-from rollwright.envs._checks import check_alive, complete_reset, complete_step, missing_actions
+from rollwright.envs._checks import check_alive, check_has_action, complete_reset, complete_step, missing_actions
 from rollwright.envs._partial_reset import (
     LastSeen,
     merge_reset,
@@ -26,10 +25,6 @@ from rollwright.envs._partial_reset import (
     reset_masks,
     with_kept,
 )
-=======
-from rollwright.envs._checks import check_alive, check_has_action, complete_reset, complete_step, missing_actions
-from rollwright.envs._partial_reset import merge_reset, put_back, replace_entries, reset_masks
->>>>>>> 1592044 (Name the nearest name, the missing action, dtypes of policies and the missing guard in errors)
 from rollwright.envs._rollout import rand_step, rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.closing import closed_on_error
