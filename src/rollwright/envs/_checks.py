@@ -72,23 +72,6 @@ def _without_mask(spec: TensorSpec) -> TensorSpec:
     return bare
 
 
-def check_has_action(name: str, env: EnvBase) -> None:
-    """Test that there is something to act with.
-
-    Args:
-        name: of the argument, for the message.
-        env: the environment.
-
-    Raises:
-        EnvError: it has no action.
-    """
-    if not env.action_keys:
-        raise EnvError(
-            f"{name}: expected an environment with an action, got {env}, whose action_spec is empty. Set it in the "
-            "constructor, for example self.action_spec = Categorical(2, shape=())."
-        )
-
-
 def missing_actions(env: EnvBase, td: TensorDictBase) -> set[NestedKey]:
     """The actions that ``td``, from which a step is to be taken, does not hold."""
     return set(env.action_keys) - set(leaf_keys(td))

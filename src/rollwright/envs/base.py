@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, key_str, leaf_keys, without
 from rollwright._seeding import seed_torch
 from rollwright.data.layout import deciding_groups, end_of_trajectory
-from rollwright.envs._checks import check_alive, check_has_action, complete_reset, complete_step, missing_actions
+from rollwright.envs._checks import check_alive, complete_reset, complete_step, missing_actions
 from rollwright.envs._partial_reset import (
     LastSeen,
     merge_reset,
@@ -29,7 +29,7 @@ from rollwright.envs._rollout import rand_step, rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.own.arrays import OwnArrays
-from rollwright.envs.utils import check_env_specs
+from rollwright.envs.utils import check_env_specs, check_has_action
 from rollwright.errors import EnvError, EnvKeyError, RollwrightError, text_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from torch import nn
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.data.llm.turns import Origin
-from rollwright.envs._checks import check_has_action
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.closing import closed_on_error
@@ -23,6 +22,7 @@ from rollwright.envs.llm.transforms import PolicyVersion, TurnHook, turn_hooks
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationWarning
 from rollwright.envs.transforms import Compose, StepCounter, TransformedEnv
+from rollwright.envs.utils import check_has_action
 from rollwright.errors import EnvError, NotNative
 
 __all__ = ["EnvMaker", "EnvMakers", "conversations_of", "making_env", "note_waits", "version_of"]
