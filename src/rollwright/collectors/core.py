@@ -20,7 +20,17 @@ from rollwright._keys import NestedKey
 from rollwright.envs.arrays import Values
 from rollwright.errors import NotNative
 
-__all__ = ["Actor", "Delivery", "Path", "RolloutObserver", "Stage", "TrajectoryIds", "UnfitOutputs", "never"]
+__all__ = [
+    "Actor",
+    "DataCursor",
+    "Delivery",
+    "Path",
+    "RolloutObserver",
+    "Stage",
+    "TrajectoryIds",
+    "UnfitOutputs",
+    "never",
+]
 
 
 def never() -> bool:
@@ -62,11 +72,11 @@ class RolloutObserver(Protocol):
     def warn(self, text: str) -> None:
         """Something that the user should know, in the middle of a rollout."""
 
-    def publishes(self, path: Path, ids: Iterable[int] | None = None) -> None:
+    def publishes(self, cursor: DataCursor, ids: Iterable[int] | None = None) -> None:
         """Trajectories are about to be published in a replay buffer.
 
         Args:
-            path: that took them.
+            cursor: of the path that took them.
             ids: of them; None: all that ended in the last batch.
         """
 
@@ -143,6 +153,80 @@ class UnfitOutputs(NotNative):
     """Outputs of a policy do not fit in rows: it takes the plain path, whatever else has changed."""
 
 
+class DataCursor:
+    """The place of a rollout in data that ends, such as prompts; this one is of environments that have no such data.
+
+    Attributes:
+        is_over: whether there is nothing more to give.
+        offers_again: whether complete trajectories whose delivery failed are offered again; if not, they are dropped.
+    """
+
+    is_over: bool = False
+    offers_again: bool = False
+
+    def keep_place(self) -> None:
+        """:meth:`place` is asked for at any time from now on, and what is in progress is kept for it."""
+
+    def look_ahead(self) -> None:
+        """Begin what the next rollout begins with, so that :attr:`is_over` says whether there is any."""
+
+    def delivered(self, ids: Iterable[int] | None = None) -> None:
+        """Trajectories have reached the consumer, whole.
+
+        Args:
+            ids: of them; None: all that ended in the last batch.
+        """
+
+    def dropped(self) -> None:
+        """Trajectories that ended and were not delivered never will be: on purpose."""
+
+    def save_undelivered(self) -> torch.Tensor | None:
+        """Where trajectories come from that ended and were not delivered; None: the state of the path has that."""
+        return None
+
+    def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
+        """Go on with trajectories that are held.
+
+        Args:
+            saved: of :meth:`save_undelivered`.
+            held: ids of the trajectories that are held now, and their first frames.
+        """
+
+    def save_parts(self) -> tuple[torch.Tensor, list[str]] | None:
+        """Trajectories of which a part was delivered, and their names, for people; None: they may begin again."""
+        return None
+
+    def end_parts(self, saved: torch.Tensor) -> None:
+        """What was delivered in part, and cannot go on, has ended.
+
+        Args:
+            saved: of :meth:`save_parts`.
+        """
+
+    def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+        """Saved states for another number of workers.
+
+        Args:
+            states: of :meth:`Path.state_dict`, of all workers.
+            count: of those that go on.
+
+        Raises:
+            ValueError: they cannot be divided anew.
+        """
+        raise ValueError("what is in progress belongs to the environment of one worker.")
+
+    def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any] | None:
+        """What :meth:`Path.load_state_dict` of another process needs to go on behind what was delivered.
+
+        Args:
+            ids: of trajectories that count as delivered, too; None: all that ended in the last batch.
+
+        Returns:
+            None: where it goes on depends on nothing that was delivered.
+        """
+        return None
+
+
 class Path(ABC):
     """Takes the steps of a rollout: act, step, record. One path works on TensorDicts, others on arrays.
 
@@ -153,8 +237,7 @@ class Path(ABC):
         how: what runs the environment and the policy, and why; for ``stats()`` and ``repr``.
         finite_keys: entries that are NaN where the policy's numbers are, to be tested once a batch.
         calls_policy: whether the policy reads TensorDicts here; if not, its engine does the work.
-        offers_again: whether complete trajectories whose delivery failed are offered again; if not, they are dropped.
-        keeps_place: whether :meth:`place` is asked for at any time, which what is in progress is to be kept for.
+        cursor: its place in data that ends.
         frames_taken: in the last batch, where its last dimension is not the number of steps; None: it is.
     """
 
@@ -162,8 +245,7 @@ class Path(ABC):
     finite_keys: Sequence[NestedKey] = ()
     frames_taken: int | None = None
     calls_policy: bool = True
-    offers_again: bool = False
-    keeps_place: bool = False
+    cursor: DataCursor = DataCursor()
 
     def compile(self, arguments: Mapping[str, Any]) -> None:  # noqa: B027 - most paths have nothing to prepare
         """Make the policy cheaper, and warm it up on the current TensorDict.
@@ -248,10 +330,7 @@ class Path(ABC):
     def finish(self, steps: int) -> TensorDictBase:
         """Close the batch after ``steps`` steps; times that were not taken are zero, their ids -1."""
 
-    # What only some paths know --------------------------------------------------------------------
-
-    #: Whether the environment has nothing more to give: its data is over.
-    is_over: bool = False
+    # What some paths keep beside that -------------------------------------------------------------
 
     def forget(self) -> None:
         """Drop the current TensorDict for good: what it came from has changed."""
@@ -286,44 +365,6 @@ class Path(ABC):
         """The last batch as ``[N]``, row after row, without what was not taken."""
         return batch.reshape(-1)
 
-    def delivered(self, ids: Iterable[int] | None = None) -> None:  # noqa: B027
-        """Trajectories have reached the consumer, whole.
-
-        Args:
-            ids: of them; None: all that ended in the last batch.
-        """
-
-    def dropped(self) -> None:  # noqa: B027
-        """Trajectories that ended and were not delivered never will be: on purpose."""
-
-    def look_ahead(self) -> None:  # noqa: B027
-        """Begin what the next rollout begins with, so that :attr:`is_over` says whether there is any."""
-
-    def save_undelivered(self) -> torch.Tensor | None:
-        """Where the trajectories come from that ended and were not delivered; None: :meth:`state_dict` has that."""
-        return None
-
-    def load_undelivered(  # noqa: B027
-        self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]
-    ) -> None:
-        """Go on with trajectories that are held.
-
-        Args:
-            saved: of :meth:`save_undelivered`.
-            held: ids of the trajectories that are held now, and their first frames.
-        """
-
-    def save_parts(self) -> tuple[torch.Tensor, list[str]] | None:
-        """Trajectories of which a part was delivered, and their names, for people; None: they may begin again."""
-        return None
-
-    def end_parts(self, saved: torch.Tensor) -> None:  # noqa: B027
-        """What was delivered in part, and cannot go on, has ended.
-
-        Args:
-            saved: of :meth:`save_parts`.
-        """
-
     def state_dict(self) -> tuple[dict[str, Any], list[str]] | None:
         """What is in progress, and what of it cannot be saved; None: the current TensorDict is all that there is."""
         return None
@@ -335,33 +376,10 @@ class Path(ABC):
         """Go on from a saved state.
 
         Args:
-            state_dict: of :meth:`state_dict`.
+            state_dict: of :meth:`state_dict`, or of :meth:`DataCursor.place`.
             ids_are_free: whether trajectory ids in it have no other use; if not, they are replaced.
         """
         raise NotImplementedError
-
-    def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-        """Saved states for another number of workers.
-
-        Args:
-            states: of :meth:`state_dict`, of all workers.
-            count: of those that go on.
-
-        Raises:
-            ValueError: they cannot be divided anew.
-        """
-        raise ValueError("what is in progress belongs to the environment of one worker.")
-
-    def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any] | None:
-        """What :meth:`load_state_dict` of another process needs to go on behind what was delivered.
-
-        Args:
-            ids: of trajectories that count as delivered, too; None: all that ended in the last batch.
-
-        Returns:
-            None: where it goes on depends on nothing that was delivered.
-        """
-        return None
 
     def stats(self) -> dict[str, Any]:
         """What it adds to ``stats()`` of a collector."""

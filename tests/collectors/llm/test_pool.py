@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -148,6 +149,8 @@ def test_an_environment_that_fails_is_named_and_all_begin_again():
     with LLMCollector(pool(3, 3, fails_at=(2, 1)), Answers(), dialog_turns_per_batch=2) as collector:
         with pytest.raises((EnvError, OSError), match="no connection"):
             [collector.next() for _ in range(20)]
+        with suppress(EnvError):  # the other one fails at the same place, now or with the next call
+            collector.next()
         check(collector.next().unbind(0))
 
 

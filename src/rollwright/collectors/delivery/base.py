@@ -149,11 +149,11 @@ class RolloutDelivery(Delivery):
         """Drop what is held: all environments are reset."""
         if self.assembler is not None:
             self.assembler.drop()
-            self.rollout.path.dropped()
+            self.rollout.path.cursor.dropped()
 
     def missed(self) -> None:
         """Drop what cannot become whole: a rollout was taken that is not delivered, but returned to who asked."""
-        self.rollout.path.delivered()
+        self.rollout.path.cursor.delivered()
         if self.assembler is not None:
             self.assembler.miss(self.rollout.ids.state_dict()["traj_id"])
 
@@ -192,7 +192,9 @@ class RolloutDelivery(Delivery):
         try:
             batch = rollout.collect()
         except BaseException:
-            if rollout.go_back_if_begun() and not rollout.path.offers_again:  # else what goes on has its id still
+            if (
+                rollout.go_back_if_begun() and not rollout.path.cursor.offers_again
+            ):  # else what goes on has its id still
                 assembler.drop_after_error(known + rollout.frames)
             raise
         try:
@@ -207,7 +209,7 @@ class RolloutDelivery(Delivery):
         """The delivery of trajectories has failed: they are offered again, or dropped."""
         assembler = self.assembler
         assert assembler is not None
-        if self.rollout.path.offers_again:
+        if self.rollout.path.cursor.offers_again:
             assembler.put_back(popped)
         else:
             assembler.frames_dropped += sum(found.length for found in popped)
@@ -227,7 +229,7 @@ class RolloutDelivery(Delivery):
             saved = {name: [td_state(td) for td in held[name]] for name in ("open", "complete")}
         except Exception as error:
             return None, [f"objects in held trajectories: cannot be pickled: {type(error).__name__}: {error}"]
-        undelivered = self.rollout.path.save_undelivered()
+        undelivered = self.rollout.path.cursor.save_undelivered()
         return {**held, **saved, **({} if undelivered is None else {"undelivered": undelivered})}, []
 
     def check_held(self, held: Mapping[str, Any] | None) -> None:
@@ -260,7 +262,7 @@ class RolloutDelivery(Delivery):
         saved_ids = None if trajectories is None or ids is None else _saved_ids(trajectories)
         fresh = () if ids_are_free else rollout.ids.take(len(loaded["complete"])).tolist()
         assembler.load_state_dict({**held, **loaded}, ids, fresh, saved_ids)
-        rollout.path.load_undelivered(placed(held).get("undelivered"), assembler.first_frames())
+        rollout.path.cursor.load_undelivered(placed(held).get("undelivered"), assembler.first_frames())
 
     # What subclasses do with a batch --------------------------------------------------------------
 

@@ -64,7 +64,7 @@ class SavedState:
             state["env_state_dict"] = copy.deepcopy(rollout.env.state_dict())  # statistics go on
             state["env_checkpoint"] = checkpoint.state
             unsaved = [*checkpoint.unsaved, *objects, *unheld, *_kept_by_policy(rollout.policy)]
-            if (parts := rollout.path.save_parts()) is not None:
+            if (parts := rollout.path.cursor.save_parts()) is not None:
                 state["in_parts"] = parts[0]
                 unsaved += [f"{name}: {_ENDS}" for name in parts[1]] if trajectories is None else []
         else:
@@ -128,7 +128,7 @@ class SavedState:
         elif not of_path:
             rollout.start_over()  # what the environment was in begins again
             if "in_parts" in state:
-                rollout.path.end_parts(placed(state["in_parts"]))
+                rollout.path.cursor.end_parts(placed(state["in_parts"]))
         self._delivery.load_held(state.get("held"), saved, ids_are_free=ids_are_free)
         if state.get("streams") is not None:
             _load_generators(state["streams"])

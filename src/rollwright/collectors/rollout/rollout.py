@@ -17,7 +17,7 @@ from rollwright._keys import NestedKey, is_private, key_str, leaf_keys
 from rollwright._memory import MemoryPool
 from rollwright.collectors.arguments import checked_seed
 from rollwright.collectors.attribute_paths import resolve
-from rollwright.collectors.core import Path, RolloutObserver, Stage, TrajectoryIds, UnfitOutputs
+from rollwright.collectors.core import DataCursor, Path, RolloutObserver, Stage, TrajectoryIds, UnfitOutputs
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import named_range
 from rollwright.collectors.rollout.blank import blank_batch
@@ -63,7 +63,7 @@ class SilentObserver:
         """See :class:`~rollwright.collectors.core.RolloutObserver`."""
         warnings.warn(text, UserWarning, stacklevel=5)
 
-    def publishes(self, path: Path, ids: Iterable[int] | None = None) -> None:
+    def publishes(self, cursor: DataCursor, ids: Iterable[int] | None = None) -> None:
         """See :class:`~rollwright.collectors.core.RolloutObserver`."""
 
 
@@ -213,7 +213,7 @@ class Rollout:
     @property
     def completed(self) -> bool:
         """Whether ``total_frames`` were stepped, or the environment's data is over."""
-        return self.frames >= self.counts.total or self._path.is_over
+        return self.frames >= self.counts.total or self._path.cursor.is_over
 
     @property
     def how(self) -> dict[str, str]:
@@ -318,7 +318,7 @@ class Rollout:
         """After an error, begin what comes next, so that :attr:`completed` says whether there is any."""
         if self._went_back:
             self._went_back = False
-            self._path.look_ahead()
+            self._path.cursor.look_ahead()
 
     def go_back_if_begun(self) -> bool:
         """Nobody gets the last batch, if its rollout came as far as its first step; returns whether it did.
@@ -371,7 +371,7 @@ class Rollout:
                     seconds["policy"] += acted - begun
                     seconds["env"] += stepped - acted
                     seconds["write"] += clock() - stepped
-                    if self._path.is_over or (self.interrupted is not None and self.interrupted()):
+                    if self._path.cursor.is_over or (self.interrupted is not None and self.interrupted()):
                         break
                 return self._finish(t + 1)
             except BaseException as error:

@@ -227,7 +227,7 @@ class Place(NamedTuple):
     """Where in the data the worker is after a call: who takes its place goes on from there.
 
     Attributes:
-        place: of :meth:`~rollwright.collectors.core.Path.place`, pickled.
+        place: of :meth:`~rollwright.collectors.core.DataCursor.place`, pickled.
     """
 
     place: bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -55,7 +55,9 @@ class PlainPath(Path):
         self._replaces_ids = options.track_traj_ids and options.reset_when_done
         self._current: TensorDictBase | None = None
         self._rows, self._has_ids = parts.conversations, options.track_traj_ids
-        self.offers_again = self._rows is not None
+        if self._rows is not None:
+            self.cursor = self._rows
+            self._rows.current = lambda: self._current
         self._renews = options.reset_at_each_iter
         self._without: dict[int, list[int]] = {}  # by time: rows that the data had no conversation for
 
@@ -303,59 +305,17 @@ class PlainPath(Path):
         taken = [frame for row, t, frame in each if row not in self._without.get(t, [])]
         return LazyStackedTensorDict(*taken, stack_dim=0, stack_dim_name="time")
 
-    # Delivery -----------------------------------------------------------------------------------------
-
-    @property
-    def is_over(self) -> bool:  # type: ignore[override]
-        """See :attr:`Path.is_over`."""
-        return self._rows is not None and self._rows.is_over
+    # State --------------------------------------------------------------------------------------------
 
     def row_ids(self) -> NDArray[Any] | None:
         """See :meth:`Path.row_ids`."""
         ids = super().row_ids()
         return ids if ids is None or self._rows is None else self._rows.row_ids(ids)
 
-    def delivered(self, ids: Iterable[int] | None = None) -> None:
-        """See :meth:`Path.delivered`."""
-        if self._rows is not None:
-            self._rows.delivered(ids)
-
-    def dropped(self) -> None:
-        """See :meth:`Path.dropped`."""
-        if self._rows is not None:
-            self._rows.undelivered.dropped()
-
-    def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any] | None:
-        """See :meth:`Path.place`."""
-        return None if self._rows is None else self._rows.place(self._current, ids)
-
     def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
-        """Go on from a :meth:`place`; what :meth:`state_dict` lacks is saved with the environment."""
+        """Go on from a place in data; what :meth:`state_dict` lacks is saved with the environment."""
         if self._rows is not None:
             self._current = self._rows.load_place(state_dict)
-
-    def look_ahead(self) -> None:
-        """See :meth:`Path.look_ahead`."""
-        if self._rows is not None and self._current is None:
-            self._rows.look_ahead()
-
-    def save_undelivered(self) -> torch.Tensor | None:
-        """See :meth:`Path.save_undelivered`."""
-        return None if self._rows is None else self._rows.undelivered.save_ended()
-
-    def save_parts(self) -> tuple[torch.Tensor, list[str]] | None:
-        """See :meth:`Path.save_parts`."""
-        return None if self._rows is None else self._rows.save_parts()
-
-    def end_parts(self, saved: torch.Tensor) -> None:
-        """See :meth:`Path.end_parts`."""
-        if self._rows is not None:
-            self._rows.end_parts(saved)
-
-    def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
-        """See :meth:`Path.load_undelivered`."""
-        if self._rows is not None:
-            self._rows.load(saved, held)
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""

@@ -127,10 +127,12 @@ class WorkerCollector(Reachable):
         self.env, self.replay_buffer, self.devices = rollout.env, options.replay_buffer, rollout.devices
         self.frames_per_batch, self.init_random_frames = rollout.counts.frames, rollout.counts.random_frames
         self._how: dict[str, str] = {}  # as the collector knows it
-        rollout.path.keeps_place, self._moved = spec.keeps_place, False
+        self._keeps_place, self._moved = spec.keeps_place, False
+        if spec.keeps_place:
+            rollout.path.cursor.keep_place()
         if spec.place is not None:
             rollout.path.load_state_dict(pickle.loads(spec.place), ids_are_free=True)
-            rollout.path.look_ahead()  # the one before may have been killed behind its last rollout
+            rollout.path.cursor.look_ahead()  # the one before may have been killed behind its last rollout
 
     # For the worker ---------------------------------------------------------------------------
 
@@ -179,8 +181,7 @@ class WorkerCollector(Reachable):
         return self._place() if moved else None
 
     def _place(self) -> bytes | None:
-        path = self._rollout.path
-        return packed_place(path.place()) if path.keeps_place else None
+        return packed_place(self._rollout.path.cursor.place()) if self._keeps_place else None
 
     def collect(self, order: say.Collect) -> say.Collected:
         """Collect a batch, and hand it over."""
@@ -191,7 +192,7 @@ class WorkerCollector(Reachable):
         if order.reset:
             rollout.start_over()
             delivery.forget()
-        if rollout.path.is_over:
+        if rollout.path.cursor.is_over:
             return say.Collected.nothing(order.run, observer.version, rollout.path.stats())
         try:
             with observer.spending(None):
@@ -351,7 +352,7 @@ class WorkerCollector(Reachable):
         Raises:
             ValueError: they cannot be divided anew.
         """
-        paths = self._rollout.path.divided([state["trajectories"] for state in states], count)
+        paths = self._rollout.path.cursor.divided([state["trajectories"] for state in states], count)
         of_all = ("policy_state_dict", "engine_state_dict", "env_state_dict", "policy_version", "traj_pool")
         first = {name: states[0][name] for name in of_all if name in states[0]}
         first |= {"frames": 0, "iter": 0, "episodes": EpisodeStats().state_dict(), "streams": None, "unsaved": []}

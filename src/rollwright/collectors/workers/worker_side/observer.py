@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from rollwright.collectors.core import Path, Stage
+from rollwright.collectors.core import DataCursor, Stage
 from rollwright.collectors.delivery.base import RolloutDelivery
 from rollwright.collectors.workers.counters import Count, Gauge, WorkerCounters, WorkerState
 from rollwright.collectors.workers.worker_side.places import Publications
@@ -101,10 +101,10 @@ class WorkerObserver:
         """See :class:`~rollwright.collectors.core.RolloutObserver`."""
         self.notes.append((UserWarning, text))
 
-    def publishes(self, path: Path, ids: Iterable[int] | None = None) -> None:
+    def publishes(self, cursor: DataCursor, ids: Iterable[int] | None = None) -> None:
         """See :class:`~rollwright.collectors.core.RolloutObserver`."""
         if self._publications is not None:
-            self._publications.begin(path, ids)
+            self._publications.begin(cursor, ids)
 
     @contextmanager
     def spending(self, stage: str | None) -> Iterator[None]:

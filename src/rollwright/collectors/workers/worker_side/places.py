@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rollwright.collectors.core import Path
+from rollwright.collectors.core import DataCursor
 from rollwright.collectors.delivery_options import buffer_of, ledger_of
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers import messages as say
@@ -16,7 +16,7 @@ __all__ = ["PlaceInData", "Publications", "packed_place"]
 
 
 def packed_place(place: Mapping[str, Any] | None) -> bytes | None:
-    """A place of :meth:`~rollwright.collectors.core.Path.place` as a message has it."""
+    """A place of :meth:`~rollwright.collectors.core.DataCursor.place` as a message has it."""
     return None if place is None else pickle.dumps(place, protocol=5)
 
 
@@ -48,9 +48,9 @@ class Publications:
         self._counts, self._options, self._send = counters.counts, options, send
         self._number = 0
 
-    def begin(self, path: Path, ids: Iterable[int] | None) -> None:
+    def begin(self, cursor: DataCursor, ids: Iterable[int] | None) -> None:
         """Announce trajectories; see :meth:`~rollwright.collectors.core.RolloutObserver.publishes`."""
-        place, ledger = packed_place(path.place(ids)), _ledger(self._options)
+        place, ledger = packed_place(cursor.place(ids)), _ledger(self._options)
         if place is None or ledger is None:
             return
         last_is_published = self._number > 0 and _is_published(ledger, self._counts[_count(self._number)])

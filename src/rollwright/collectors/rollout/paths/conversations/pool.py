@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from rollwright.collectors.core import DataCursor
 from rollwright.collectors.rollout.paths.conversations.pool_notes import (
     AskedStep,
     EndedConversation,
@@ -38,7 +39,7 @@ def is_pool_of_conversations(env: AsyncEnvPool) -> bool:
     return env.ndim == 2 and env.batch_size[1] == 1 and hasattr(env, "keep_ended")
 
 
-class ConversationPoolPath(PoolPath):
+class ConversationPoolPath(PoolPath, DataCursor):
     """A :class:`PoolPath` of conversations: each environment of the pool has one at a time, and its own data.
 
     A conversation that was drawn and not delivered is drawn again after a restore; those in progress are saved. Groups
@@ -57,6 +58,7 @@ class ConversationPoolPath(PoolPath):
     def __init__(self, parts: PathParts, env: AsyncEnvPool, call: Call, *, fresh_outputs: bool) -> None:
         super().__init__(parts, env, call, fresh_outputs=fresh_outputs)
         env.keep_ended()
+        self.cursor, self._keeps_place = self, False
         self._every = range(env.num_envs)
         self._resets = parts.options.reset_at_each_iter
         self._over: set[int] = set()  # environments whose data is over
@@ -180,7 +182,7 @@ class ConversationPoolPath(PoolPath):
         for index in self._roots:
             if len(self._notes[index]) >= _MANY:
                 self._flush(index)
-        if self.keeps_place:
+        if self._keeps_place:
             self._asked |= {index: AskedStep(root, *self._save(index)) for index, root in self._roots.items()}
         super().act(t)
 
@@ -197,7 +199,7 @@ class ConversationPoolPath(PoolPath):
 
     @property
     def is_over(self) -> bool:  # type: ignore[override]
-        """See :attr:`Path.is_over`."""
+        """See :attr:`DataCursor.is_over`."""
         return len(self._over) == len(self._every) and not self._row
 
     # What nobody gets ---------------------------------------------------------------------------------
@@ -266,23 +268,27 @@ class ConversationPoolPath(PoolPath):
 
     # Delivery -----------------------------------------------------------------------------------------
 
+    def keep_place(self) -> None:
+        """See :meth:`DataCursor.keep_place`."""
+        self._keeps_place = True
+
     def _found(self, ids: Iterable[int]) -> list[EndedConversation]:
         return [self._undelivered.pop(number) for number in list(ids) if number in self._undelivered]
 
     def delivered(self, ids: Iterable[int] | None = None) -> None:
-        """See :meth:`Path.delivered`."""
+        """See :meth:`DataCursor.delivered`."""
         self._finished = []
         for each in self._found(self._last if ids is None else ids):
             self._notes[each.env_index].delivered.append(each.name)
 
     def dropped(self) -> None:
-        """See :meth:`Path.dropped`."""
+        """See :meth:`DataCursor.dropped`."""
         self._num_dropped += len(self._undelivered)
         for each in self._found(self._undelivered):
             self._notes[each.env_index].dropped.append(each.name)
 
     def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
-        """See :meth:`Path.load_undelivered`: they have the ids that the delivery gave them."""
+        """See :meth:`DataCursor.load_undelivered`: they have the ids that the delivery gave them."""
         known = {(each.env_index, each.name): each for each in self._undelivered.values()}
         self._undelivered = {}
         for number, frame in held:
@@ -346,7 +352,7 @@ class ConversationPoolPath(PoolPath):
         return state, unsaved
 
     def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any]:
-        """See :meth:`Path.place`; waits for no step: of those in progress, what was before them is kept."""
+        """See :meth:`DataCursor.place`; waits for no step: of those in progress, what was before them is kept."""
         for index in set(self._env.busy) - self._asked.keys():  # it was asked for before the place was kept
             self._receive(index)
         state, _ = self._state()
@@ -368,7 +374,7 @@ class ConversationPoolPath(PoolPath):
         }
 
     def look_ahead(self) -> None:
-        """See :meth:`Path.look_ahead`."""
+        """See :meth:`DataCursor.look_ahead`."""
         if self._started:
             self._fill()
         else:

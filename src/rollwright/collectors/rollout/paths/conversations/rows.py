@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
+from rollwright.collectors.core import DataCursor
 from rollwright.collectors.rollout.paths.conversations.saving import end_in_parts
 from rollwright.collectors.rollout.state import td_from, td_state
 from rollwright.data.layout import TRAJ_IDS, blank_frame
@@ -51,15 +52,21 @@ class _Mark(NamedTuple):
     ended: Mapping[int, Opening]
 
 
-class ConversationRows:
+class ConversationRows(DataCursor):
     """Follows the conversations of an environment, step by step, and has its :class:`Undelivered` know of their ends.
 
     Args:
         env: an environment of conversations, with or without transforms.
         delivers_whole: whether complete conversations are delivered, and those that ended are held until then.
+
+    Attributes:
+        current: returns what the next step is taken from, of the path that takes the steps; None: a reset comes first.
     """
 
+    offers_again = True
+
     def __init__(self, env: EnvBase, *, delivers_whole: bool) -> None:
+        self.current: Callable[[], TensorDictBase | None] = lambda: None
         self._outer, self._delivers_whole = env, delivers_whole
         self._now: list[Opening | None] = []
         self._ended: dict[int, Opening] = {}  # in the current batch, by trajectory id
@@ -79,8 +86,8 @@ class ConversationRows:
         return self._env.undelivered
 
     @property
-    def is_over(self) -> bool:
-        """Whether there is no conversation left."""
+    def is_over(self) -> bool:  # type: ignore[override]
+        """See :attr:`DataCursor.is_over`."""
         return self._env.is_over
 
     # A rollout ----------------------------------------------------------------------------------------
@@ -149,12 +156,16 @@ class ConversationRows:
     def _note_parts(self) -> None:
         self._partly = {opening.draw.origin for opening in self._in_parts}
 
-    def delivered(self, ids: Iterable[int] | None) -> None:
-        """See :meth:`Path.delivered`."""
+    def delivered(self, ids: Iterable[int] | None = None) -> None:
+        """See :meth:`DataCursor.delivered`."""
         self._mark = None
         if not self._delivers_whole:
             self._note_parts()
         self.undelivered.delivered(ids)
+
+    def dropped(self) -> None:
+        """See :meth:`DataCursor.dropped`."""
+        self.undelivered.dropped()
 
     def start_over(self) -> None:
         """After an error: what nobody got begins again, and what was delivered in part ends."""
@@ -200,8 +211,12 @@ class ConversationRows:
 
     # State --------------------------------------------------------------------------------------------
 
-    def load(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
-        """Go on with conversations that have ended, see :meth:`Path.load_undelivered`."""
+    def save_undelivered(self) -> torch.Tensor:
+        """See :meth:`DataCursor.save_undelivered`."""
+        return self.undelivered.save_ended()
+
+    def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
+        """See :meth:`DataCursor.load_undelivered`."""
         if saved is not None:
             self.undelivered.load_ended(renamed(unpacked(saved), held))
 
@@ -214,26 +229,22 @@ class ConversationRows:
         return [at for at, goes_on in zip(env.openings, env.in_progress, strict=True) if at is not None and goes_on]
 
     def save_parts(self) -> tuple[torch.Tensor, list[str]]:
-        """See :meth:`Path.save_parts`."""
+        """See :meth:`DataCursor.save_parts`."""
         saved = {"openings": self._in_parts, "dropped": self.undelivered.num_dropped}
         return packed(saved), Undelivered.names(self._in_parts)
 
     def end_parts(self, saved: torch.Tensor) -> None:
-        """See :meth:`Path.end_parts`."""
+        """See :meth:`DataCursor.end_parts`."""
         found, source = unpacked(saved), self._env.conversations.source
         self.undelivered.num_dropped = found["dropped"]
         self.undelivered.drop(found["openings"])
         source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
         if found["openings"]:
-            self.look_ahead()  # they may have been the last ones
+            self._env.renew()  # they may have been the last ones
 
-    def place(self, current: TensorDictBase | None, ids: Iterable[int] | None) -> dict[str, Any]:
-        """See :meth:`Path.place`: of whole conversations, the place in the data; of turns, what is in progress, too.
-
-        Args:
-            current: what the next step is taken from.
-            ids: of trajectories that count as delivered.
-        """
+    def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any]:
+        """See :meth:`DataCursor.place`: of whole conversations, where the data is; of turns, all in progress, too."""
+        current = self.current()
         undelivered, source = self.undelivered, self._env.conversations.source
         done, left = undelivered.split(ids)
         place = {"source": source.state_dict(), "also": [opening.draw.origin for opening in done]}
@@ -263,8 +274,9 @@ class ConversationRows:
         return td_from(place["current"])
 
     def look_ahead(self) -> None:
-        """See :meth:`Path.look_ahead`: the next reset shows what is begun here."""
-        self._env.renew()
+        """See :meth:`DataCursor.look_ahead`: the next reset shows what is begun here."""
+        if self.current() is None:
+            self._env.renew()
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from rollwright.collectors.core import Path
+from rollwright.collectors.core import DataCursor, Path
 from rollwright.collectors.rollout.paths.conversations import saving
 from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, EndedTurn
 from rollwright.collectors.rollout.paths.conversations.division import divided, place_in
@@ -28,7 +28,7 @@ from rollwright.modules.llm.engine import Engine
 __all__ = ["TurnPath"]
 
 
-class TurnPath(Path):
+class TurnPath(Path, DataCursor):
     """Takes turns of conversations: the engine answers, the environment follows.
 
     One turn of each conversation in turn, ``[*env, T]``; with ``streams``, turns in the order in which they end,
@@ -62,7 +62,7 @@ class TurnPath(Path):
         streams: bool,
         how: Mapping[str, str],
     ) -> None:
-        self.how = dict(how)
+        self.how, self.cursor = dict(how), self
         self._conversations, self._find_hooks, self._streams = conversations, hooks, streams
         self._ids, self._storing = parts.ids, parts.devices.storing
         self._delivers_whole = whole = parts.options.delivers_whole
@@ -167,7 +167,7 @@ class TurnPath(Path):
             )
 
     def look_ahead(self) -> None:
-        """See :meth:`Path.look_ahead`."""
+        """See :meth:`DataCursor.look_ahead`."""
         if self._started:
             self._dialogs.fill()
         else:
@@ -189,7 +189,7 @@ class TurnPath(Path):
 
     @property
     def is_over(self) -> bool:  # type: ignore[override]
-        """See :attr:`Path.is_over`."""
+        """See :attr:`DataCursor.is_over`."""
         return self._dialogs.are_over
 
     def set_ids(self, ids: torch.Tensor) -> None:
@@ -279,16 +279,16 @@ class TurnPath(Path):
         return self._dialogs.row_ids() if self._started else None
 
     def delivered(self, ids: Iterable[int] | None = None) -> None:
-        """See :meth:`Path.delivered`."""
+        """See :meth:`DataCursor.delivered`."""
         self._mark = None
         self._undelivered.delivered(ids)
 
     def dropped(self) -> None:
-        """See :meth:`Path.dropped`."""
+        """See :meth:`DataCursor.dropped`."""
         self._undelivered.dropped()
 
     def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
-        """See :meth:`Path.load_undelivered`: they have the ids that the delivery gave them."""
+        """See :meth:`DataCursor.load_undelivered`: they have the ids that the delivery gave them."""
         self._undelivered.load_ended(renamed(self._undelivered.openings, held))
 
     def state_dict(self) -> tuple[dict[str, Any], list[str]]:
@@ -323,7 +323,7 @@ class TurnPath(Path):
         return {**saved, "row_ids": None if ids is None else torch.from_numpy(ids)}
 
     def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any]:
-        """See :meth:`Path.place`: of whole conversations, the place in the data; of turns, what is in progress, too."""
+        """See :meth:`DataCursor.place`: of whole conversations, where the data is; of turns, all in progress, too."""
         done, left = self._undelivered.split(ids)
         also = [opening.draw.origin for opening in done]
         if self._delivers_whole:
@@ -335,7 +335,7 @@ class TurnPath(Path):
         return {**self._saved(known, self._undelivered.state_dict(left), lost), "also": also}
 
     def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-        """See :meth:`Path.divided`; whole conversations that were not delivered begin again."""
+        """See :meth:`DataCursor.divided`; whole conversations that were not delivered begin again."""
         sources = self._conversations.source.divided([state["source"] for state in states], count)
         num_rows, num_slots = len(self._dialogs.rows), len(self._dialogs.slots)
         if self._delivers_whole:
