@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict
-from tests.collectors.llm.fakes import FakeEnv, FakePolicy
+from tests.collectors.llm.fakes import FakeConversations, FakeEngine, FakeEnv, FakePolicy
 
 from rollwright.collectors.llm import LLMCollector
+from rollwright.data.llm.turns import FinishReason
 from rollwright.errors import EnvError
 
 
@@ -223,3 +226,31 @@ def test_shutdown_closes_what_the_collector_made_and_nothing_else():
     assert collector.is_initialized()
     collector.shutdown()
     assert collector.policy.engine.closed
+
+
+class Cutting(FakeEngine):
+    """Cuts every other answer by its length."""
+
+    number = 0
+
+    def _end(self, key, reason=FinishReason.STOP):
+        self.number += 1
+        super()._end(key, FinishReason.LENGTH if self.number % 2 else reason)
+
+
+class Calling(FakeConversations):
+    """Every answer holds a whole call of a tool."""
+
+    def submit(self, answers):
+        super().submit(answers)
+        for slot, (delayed, outcome) in self._waiting.items():
+            call = {"role": "assistant", "content": "", "tool_calls": [{"name": "search", "arguments": {}}]}
+            self._waiting[slot] = (delayed, dataclasses.replace(outcome, response=call))
+
+
+def test_an_answer_that_is_cut_by_its_length_says_so_although_it_calls_a_tool():
+    env, policy = FakeEnv(1, prompts=12), FakePolicy()
+    env.conversations, policy.engine = Calling(1, env.source), Cutting()
+    with LLMCollector(env, policy, dialog_turns_per_batch=4, total_dialog_turns=8) as collector:
+        reasons = [row["finish_reason"] for batch in collector for row in batch.reshape(-1).unbind(0)]
+    assert reasons == ["length", "tool"] * 4
