@@ -14,11 +14,11 @@ NAMES, PAGE = FOLDER / "torchrl_names.txt", FOLDER / "torchrl_names.md"
 
 DIFFERENT = {
     "AsyncEnvPool": "makes a pool of threads or of processes, by `backend=`",
-    "CatFrames": "`as_inverse=` is not there",
+    "CatFrames": "`as_inverse=True` is an error",
     "ConsumingSampler": "rows that are used up are not filled first: the ring overwrites the oldest",
     "DMControlEnv": "`set_seed(n)` gives the episodes of dm_control's `random=n`",
     "EnvCreator": "makes no environment before it is called; its environments share no memory",
-    "Evaluator": "takes one environment and gives a dictionary of numbers; videos are not there",
+    "Evaluator": "takes one environment and gives a dictionary of numbers",
     "FrameSkipTransform": "stops where a trajectory ends",
     "ListStorage": "keeps copies",
     "MultiStep": "shifts `done` with the rewards",

@@ -453,3 +453,35 @@ def test_collectors_leave_entries_without_a_spec_out(wrap: Any, options: dict[st
         collector = Collector(wrap(make), frames_per_batch=8, total_frames=8, **options)
         keys += [set(batch.keys(True, True)) for batch in collector]
     assert keys[0] == keys[1]
+
+
+class InNew(CountingEnv):
+    """Sets all of its specs where it is created, as mocks of the field do."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        cls._output_spec = Composite(
+            full_observation_spec=Composite(seen=Unbounded((3,))),
+            full_reward_spec=Composite(gain=Unbounded((1,))),
+            full_done_spec=Composite(done=Categorical(2, shape=(1,), dtype=torch.bool)),
+        )
+        cls._input_spec = Composite(full_action_spec=Composite(move=Binary(2)), full_state_spec=Composite())
+        return super().__new__(cls, *args, **kwargs)
+
+    def __init__(self) -> None:
+        EnvBase.__init__(self)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        return TensorDict({"seen": torch.zeros(3)})
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return TensorDict({"seen": tensordict["move"].sum().expand(3).float(), "gain": torch.ones(1), "done": False})
+
+
+def test_specs_that_a_class_sets_where_it_is_created_count() -> None:
+    env = InNew()
+    keys = [getattr(env, f"{name}_keys") for name in ("observation", "reward", "action", "state", "done")]
+    assert keys == [["seen"], ["gain"], ["move"], [], ["done", "terminated"]]
+    check_env_specs(env)
+    env.observation_spec["seen"] = Unbounded((3,), dtype=torch.float64)
+    assert InNew().observation_spec["seen"].dtype == torch.float32
+    assert SerialEnv(2, InNew).rollout(3)["move"].shape == (2, 3, 2)

@@ -139,7 +139,11 @@ class EnvSpecs(nn.Module):
 
     def _default_spec(self, name: str) -> None:
         """Set the spec that an environment has where its constructor sets none."""
-        if name == "reward":
+        full, where = f"full_{name}_spec", "_input_spec" if name in ("action", "state") else "_output_spec"
+        whole = getattr(self, where, None)  # of a class, or set in its __new__, as programs of the field do
+        if isinstance(whole, Composite) and (spec := whole.get(full, None)) is not None:
+            self.set_full_spec(name, spec)
+        elif name == "reward":
             self.reward_spec = Unbounded((*self.batch_size, 1), device=self.device)
         elif name == "done":
             self.done_spec = Categorical(2, shape=(*self.batch_size, 1), dtype=torch.bool, device=self.device)

@@ -19,7 +19,18 @@ from torch import nn
 from rollwright.collectors.evaluation.evaluator import Evaluator
 from rollwright.collectors.evaluation.results import EpisodeResults
 from rollwright.data import Categorical, Composite, Unbounded
-from rollwright.envs import EnvBase, ExplorationType, GymEnv, SerialEnv, StepCounter, TransformedEnv, VecNorm, VecNormV2
+from rollwright.envs import (
+    Compose,
+    EnvBase,
+    ExplorationType,
+    GymEnv,
+    SerialEnv,
+    StepCounter,
+    Transform,
+    TransformedEnv,
+    VecNorm,
+    VecNormV2,
+)
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.batched.parallel import ParallelEnv
 from rollwright.testing.transports.policies import one_way
@@ -536,3 +547,69 @@ def test_waiting_inside_on_result_is_an_error(make: Any) -> None:
     evaluator = make(lambda: Episodes((2,)), scaled(), num_trajectories=1, on_result=lambda _: evaluator.evaluate())
     with pytest.raises(RuntimeError, match="would wait for itself"):
         evaluator.evaluate()
+
+
+# Keywords of other packages ------------------------------------------------------------------------------------------
+
+
+class Recorder(Transform):
+    """Gathers steps, and writes how many into a file when it is dumped."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path, self.gathered = path, 0
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        self.gathered += 1
+        return next_tensordict
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        return tensordict_reset
+
+    def dump(self, **kwargs: Any) -> None:
+        with open(self.path, "a") as file:
+            print(self.gathered, file=file)
+        self.gathered = 0
+
+
+@pytest.mark.parametrize("dump_video", [True, False])
+@backends
+def test_keywords_of_other_packages(backend: str, dump_video: bool, tmp_path: Any) -> None:
+    path = tmp_path / "dumped"
+    path.touch()
+    keys: dict[str, Any] = {"reward_keys": ("next", "reward"), "done_keys": ("next", "done")}
+    evaluator = Evaluator(
+        env=lambda: TransformedEnv(Episodes(), Compose(Recorder(str(path)), StepCounter())),
+        policy=scaled(2.0),
+        num_trajectories=2,
+        frames_per_batch=1,
+        backend=backend,
+        dump_video=dump_video,
+        **keys,
+    )
+    with evaluator:
+        assert [evaluator.evaluate(step=step)["eval/returns"] for step in (1, 2)] == [[6.0, 6.0]] * 2
+    assert path.read_text().split() == (["6", "6"] if dump_video else [])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, TypeError, "create_env_fn: expected it, or env, got none"),
+        ({"env": Episodes, "create_env_fn": Episodes}, TypeError, "create_env_fn: expected it, or env, got both"),
+        (
+            {"env": Episodes, "done_keys": ("agents", "done")},
+            ValueError,
+            r"done_keys: expected \('next', 'done'\), where",
+        ),
+        ({"env": Episodes, "reward_keys": "gain"}, ValueError, "reward_key: expected one of 'reward', .* got 'gain'"),
+        (
+            {"env": Episodes, "reward_keys": ("next", "reward"), "reward_key": "reward"},
+            TypeError,
+            "reward_key: expected it, or reward_keys, got both",
+        ),
+    ],
+)
+def test_keywords_of_other_packages_that_are_wrong(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Evaluator(policy=scaled(), **given)

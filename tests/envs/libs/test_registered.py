@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rollwright.envs import GymEnv, GymWrapper
+from rollwright.envs import DMControlEnv, GymEnv, GymWrapper
 from rollwright.errors import EnvError, MissingExtraError
 
 
@@ -148,3 +148,10 @@ def test_vector_atari_in_its_default_mode() -> None:
     same = (rollout["next", "observation"][:, :-1] == rollout["observation"][:, 1:]).flatten(2).all(-1)
     assert bool(same[~done].all())
     env.close()
+
+
+def test_names_of_a_library_that_is_not_installed_are_no_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dm_control", None)
+    assert not hasattr(DMControlEnv, "available_envs")
+    with pytest.raises(AttributeError, match="dm_control"):
+        DMControlEnv.available_envs  # noqa: B018

@@ -171,6 +171,47 @@ def test_a_thinking_prompt_that_cannot_be_is_an_error() -> None:
         TransformedEnv(grouped, AddThinkingPrompt(lambda td: True)).rollout(1, Policy())
 
 
+def test_thinking_prompts_are_drawn() -> None:
+    said = set()
+    env = TransformedEnv(chat(), AddThinkingPrompt(lambda td: True, random_prompt=True, undo_done=True))
+    torch.manual_seed(0)
+    for _ in range(8):
+        for row in env.step(Policy()(env.reset()))["next"].unbind(0):
+            said.add(row["text", "prompt"].rsplit("<|im_start|>user\n", 1)[1])
+    assert len(said) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"edit_last_turn": True}, "edit_last_turn: expected False, got True"),
+        ({"undo_done": False}, "undo_done: expected True, got False"),
+        ({"prompt": "Sure?", "random_prompt": True}, "prompt: expected None with random_prompt=True, got 'Sure"),
+    ],
+)
+def test_options_of_thinking_prompts_that_cannot_be_are_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AddThinkingPrompt(lambda td: True, **options)
+
+
+def test_a_reference_model_is_made_by_its_factory() -> None:
+    made: list[int] = []
+
+    def make() -> Any:
+        made.append(1)
+        return reference
+
+    transform = KLRewardTransform(ref_model_factory=make, coef=0.5)
+    first = TransformedEnv(chat(), transform)
+    second = TransformedEnv(chat(), KLRewardTransform(reference, coef=0.5))
+    rewards = [env.step(Policy()(env.reset()))["next", "reward"] for env in (first, second)]
+    assert torch.equal(*rewards)
+    assert made == [1]
+    for options in ({}, {"ref_model": reference, "ref_model_factory": make}):
+        with pytest.raises(TypeError, match=r"ref_model: expected it or ref_model_factory, got (none|both)"):
+            KLRewardTransform(**options)
+
+
 def test_transforms_on_turns_write_what_they_write_on_tensordicts() -> None:
     hooks = turn_hooks(Compose(StepCounter(), RewardSum(), PolicyVersion()))
     memory: dict[str, Any] = {}

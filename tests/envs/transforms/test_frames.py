@@ -204,3 +204,9 @@ def test_flags_that_end_trajectories_in_data_may_be_named():
     for argument in ("reset_key", "done_key"):
         with pytest.raises(TypeError, match=f"{argument}: expected a string"):
             CatFrames(2, -1, ["x"], **{argument: 3})
+
+
+def test_frames_are_joined_in_what_is_returned_only():
+    assert CatFrames(2, -1, ["x"], None, "same", 0, False).N == 2
+    with pytest.raises(ValueError, match="as_inverse: expected False, got True"):
+        CatFrames(2, -1, as_inverse=True)

@@ -10,10 +10,11 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.collectors.rollout.policy_copies import copied_policy, never_copied_in
 from rollwright.weight_update.forms import State, flat_state, tensordict_of
 
-__all__ = ["EVALUATOR_OPTIONS", "check_arguments", "copy_of", "own_policy", "weights_of"]
+__all__ = ["EVALUATOR_OPTIONS", "check_arguments", "copy_of", "one_of", "own_policy", "reward_key_of", "weights_of"]
 
 _BUSY = ("skip", "error", "queue")
 EVALUATOR_OPTIONS = (  # of CollectorOptions: those that leave an evaluation what it is
@@ -62,6 +63,36 @@ def check_arguments(
             raise TypeError(f"{name}: expected a callable or None, got {type(function).__name__}: {function!r}.")
     if isinstance(env_step_timeout, bool) or not isinstance(env_step_timeout, int | float) or env_step_timeout <= 0:
         raise ValueError(f"env_step_timeout: expected seconds above 0, got {env_step_timeout!r}.")
+
+
+def one_of(name: str, given: Any, other: str, alias: Any) -> Any:
+    """An argument that has two names.
+
+    Raises:
+        TypeError: it was given by both, or by none.
+    """
+    if (given is None) == (alias is None):
+        raise TypeError(
+            f"{name}: expected it, or {other}, got {'none' if given is None else 'both'}. Pass one of them."
+        )
+    return alias if given is None else given
+
+
+def reward_key_of(reward_key: NestedKey | None, reward_keys: Any, done_keys: Any) -> NestedKey | None:
+    """The key below ``"next"`` of the reward that counts; None: of the only one.
+
+    Raises:
+        ValueError, TypeError: keys of other packages are not what an evaluation can go by.
+    """
+    if done_keys is not None and as_tuple(done_keys) not in (("done",), ("next", "done")):
+        raise ValueError(
+            "done_keys: expected ('next', 'done'), where the environment says that an episode ends, got "
+            f"{done_keys!r}. Leave it out."
+        )
+    if reward_keys is None:
+        return reward_key
+    path = as_tuple(reward_keys)
+    return unravel(one_of("reward_key", reward_key, "reward_keys", path[1:] if path[0] == "next" else path))
 
 
 def own_policy(policy: Any, factory: Any, backend: str) -> tuple[Any, nn.Module | None, nn.Module | None]:

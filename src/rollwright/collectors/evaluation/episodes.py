@@ -48,6 +48,7 @@ class Settings(NamedTuple):
         seed: that each evaluation begins with, or None.
         reward_key: the reward; None: the only one.
         metrics_fn: more results from the frames of all episodes, or None.
+        dump_video: whether transforms write out what they have gathered after each.
         options: of the collector.
     """
 
@@ -58,6 +59,7 @@ class Settings(NamedTuple):
     seed: int | None
     reward_key: NestedKey | None
     metrics_fn: Callable[[TensorDictBase], Mapping[str, Any]] | None
+    dump_video: bool
     options: dict[str, Any]
 
 
@@ -235,6 +237,10 @@ class EpisodeRunner:
             if self._settings.metrics_fn is not None:
                 frames.append(batch)
         seconds = time.perf_counter() - start
+        env: Any = collector.env
+        while self._settings.dump_video and isinstance(env, TransformedEnv):
+            env.transform.dump()
+            env = env.base_env
         return {
             **results.summary(),
             "frames_stepped": results.frames_stepped,

@@ -20,7 +20,9 @@ from rollwright.collectors.evaluation.arguments import (
     EVALUATOR_OPTIONS,
     check_arguments,
     copy_of,
+    one_of,
     own_policy,
+    reward_key_of,
     weights_of,
 )
 from rollwright.collectors.evaluation.backends import Backend, ProcessBackend, ProcessStart, ThreadBackend
@@ -62,6 +64,7 @@ class Evaluator:
     Args:
         create_env_fn: a callable that makes an environment; with ``backend="thread"``, or an environment, which is
             the evaluator's own from then on.
+        env: ``create_env_fn`` by the name of other packages.
         policy: as for :class:`~rollwright.collectors.Collector`. Without weights in :meth:`evaluate` and
             :meth:`trigger_eval`, its weights of that moment are evaluated.
         policy_factory: called once, where evaluations run, without arguments, or with the environment if it needs one;
@@ -85,6 +88,9 @@ class Evaluator:
             run, with the frames of all episodes, ``[episodes, longest]``, padded, ``("collector", "mask")`` True on
             real ones, in the order of ``"eval/returns"``. These are all held until then.
         reward_key: the reward that counts; None: the only one that there is. Values of several agents are added up.
+        reward_keys: the same as other packages write it, ``("next", "reward")``.
+        done_keys: as in other packages, ``("next", "done")``, which is where episodes end.
+        dump_video: call ``dump()`` of the environment's transforms after each evaluation, such as a recorder's.
         log_prefix: put before the names in a result.
         env_step_timeout: seconds that a step, a reset, or ``on_result`` may take.
         start_method: of the process: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
@@ -114,9 +120,10 @@ class Evaluator:
 
     def __init__(
         self,
-        create_env_fn: str | EnvBase | GymnasiumEnv | EnvFunction,
+        create_env_fn: str | EnvBase | GymnasiumEnv | EnvFunction | None = None,
         policy: Callable[..., Any] | None = None,
         *,
+        env: str | EnvBase | GymnasiumEnv | EnvFunction | None = None,
         policy_factory: Callable[..., Any] | None = None,
         num_trajectories: int = 10,
         max_steps: int | None = None,
@@ -128,6 +135,9 @@ class Evaluator:
         on_result: Callable[[dict[str, Any]], Any] | None = None,
         metrics_fn: Callable[[TensorDictBase], Mapping[str, Any]] | None = None,
         reward_key: NestedKey | None = None,
+        reward_keys: NestedKey | None = None,
+        done_keys: NestedKey | None = None,
+        dump_video: bool = True,
         log_prefix: str = "eval",
         env_step_timeout: float = 60.0,
         start_method: str | None = None,
@@ -136,6 +146,8 @@ class Evaluator:
         **options: Unpack[EvaluatorKeywords],
     ) -> None:
         self._closed = self._ended = True  # until construction succeeds
+        create_env_fn = one_of("create_env_fn", create_env_fn, "env", env)
+        reward_key = reward_key_of(reward_key, reward_keys, done_keys)
         refuse_unknown(options, list(EVALUATOR_OPTIONS), Evaluator)
         check_arguments(num_trajectories, backend, busy_policy, on_result, metrics_fn, env_step_timeout, seed)
         check_start_method("start_method", start_method)
@@ -161,7 +173,8 @@ class Evaluator:
             parsed.check_devices()
         acting, self._source, target = own_policy(policy, policy_factory, backend)
         named["policy_factory"] = policy_factory
-        settings = Settings(create_env_fn, acting, target, num_trajectories, seed, reward_key, metrics_fn, named)
+        wanted = (num_trajectories, seed, reward_key, metrics_fn, dump_video)
+        settings = Settings(create_env_fn, acting, target, *wanted, named)
         self._version = self._asked = self._skipped = self._replaced = 0
         start_s = max(_START_S, self._step_timeout_s)
         start = ProcessStart(init_fn, start_method, num_threads, start_s)

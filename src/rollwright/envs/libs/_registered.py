@@ -62,7 +62,10 @@ class Available(Generic[T]):
         self._find, self.__doc__ = find, doc
 
     def __get__(self, env: object, kind: Any = None) -> list[T]:
-        return self._find()
+        try:
+            return self._find()
+        except MissingExtraError as error:  # so that hasattr() says no
+            raise AttributeError(str(error)) from error
 
 
 def registered(env_name: str) -> EnvSpec | None:

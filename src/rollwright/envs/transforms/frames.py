@@ -42,6 +42,7 @@ class CatFrames(Transform):
         out_keys: where to write; default: ``in_keys``.
         padding: ``"same"`` or ``"constant"``.
         padding_value: see ``padding``.
+        as_inverse: False, as in other packages; frames are joined in what an environment or a buffer returns.
         reset_key: ``"_reset"`` entry that begins the frames again; None: that of the environment, or of the group of
             agents that the observation is of.
         done_key: entry below ``"next"`` of the flags that end trajectories in data.
@@ -67,6 +68,7 @@ class CatFrames(Transform):
         out_keys: KeySeq = None,
         padding: str = "same",
         padding_value: float = 0,
+        as_inverse: bool = False,
         *,
         reset_key: NestedKey | None = None,
         done_key: NestedKey = DONE,
@@ -77,6 +79,11 @@ class CatFrames(Transform):
             raise ValueError(f"dim: expected a negative number, counted from the last dimension, got {dim}.")
         if padding not in PADDINGS:
             raise ValueError(f"padding: expected one of {PADDINGS}, got {padding!r}.")
+        if as_inverse:
+            raise ValueError(
+                "as_inverse: expected False, got True: frames are joined in what is returned. Leave it out, and append "
+                "the transform to the buffer, or call it on the data."
+            )
         super().__init__("pixels" if in_keys is None else in_keys, out_keys)
         self.N = N
         self.dim = dim

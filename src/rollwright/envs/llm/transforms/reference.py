@@ -120,6 +120,7 @@ class KLRewardTransform(Transform):
 
     Args:
         ref_model: a wrapper with ``generate=False``, see :class:`RetrieveLogProb`.
+        ref_model_factory: in its place, a function that makes one; it is called once, where the transform is made.
         coef: the factor c.
         add_to_reward: False: only write ``kl_penalty``.
         log_prob_key: of the policy's log-probabilities, in full; flat ``log_probs`` of the response where it is absent.
@@ -127,13 +128,14 @@ class KLRewardTransform(Transform):
         device: of the data that the model gets.
 
     Raises:
-        TypeError: ``ref_model`` cannot be called.
+        TypeError: ``ref_model`` cannot be called, or there are both or none.
     """
 
     def __init__(
         self,
-        ref_model: Model,
+        ref_model: Model | None = None,
         *,
+        ref_model_factory: Callable[[], Model] | None = None,
         coef: float = 1.0,
         add_to_reward: bool = True,
         log_prob_key: NestedKey = ("log_probs", "full"),
@@ -141,7 +143,11 @@ class KLRewardTransform(Transform):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(in_keys=["reward"])
-        self.reference = RetrieveLogProb(ref_model, device=device)
+        if (ref_model is None) == (ref_model_factory is None):
+            found = "none" if ref_model is None else "both"
+            raise TypeError(f"ref_model: expected it or ref_model_factory, got {found}. Pass one of the two.")
+        made: Any = ref_model if ref_model_factory is None else ref_model_factory()
+        self.reference = RetrieveLogProb(made, device=device)
         self.coef, self.add_to_reward = float(coef), add_to_reward
         self.log_prob_key, self.kl_key = log_prob_key, kl_key
 

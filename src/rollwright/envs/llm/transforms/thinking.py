@@ -13,7 +13,11 @@ from rollwright.errors import EnvError
 
 __all__ = ["AddThinkingPrompt"]
 
-PROMPT = "Check your answer step by step, correct it where it is wrong, and answer again."
+PROMPTS = (  # the first is the one that is sent unless another is asked for
+    "Check your answer step by step, correct it where it is wrong, and answer again.",
+    "This answer may be wrong. Go through it once more, and give your final answer.",
+    "Solve it another way, compare the two results, and answer again.",
+)
 
 
 class AddThinkingPrompt(Transform):
@@ -24,12 +28,14 @@ class AddThinkingPrompt(Transform):
     Args:
         cond: from the step of one conversation, with ``"next"``, to whether the model is to think again.
         prompt: content of the message.
+        random_prompt: draw the message from several each time, in place of ``prompt``, by torch's global generator.
         role: of the message.
         zero_reward: the turn that is followed by the message has no reward.
         max_prompts: messages that a conversation may get.
+        edit_last_turn, undo_done: as in other packages: False and True, which is what it does.
 
     Raises:
-        ValueError: ``role`` is ``"assistant"``, or ``max_prompts`` is below 1.
+        ValueError: ``role`` is ``"assistant"``, ``max_prompts`` is below 1, or an argument is of no use here.
 
     Example:
         >>> from rollwright.envs import TransformedEnv
@@ -49,13 +55,24 @@ class AddThinkingPrompt(Transform):
     def __init__(
         self,
         cond: Callable[[TensorDictBase], bool | torch.Tensor],
-        prompt: str = PROMPT,
+        prompt: str | None = None,
+        random_prompt: bool = False,
         *,
         role: str = "user",
         zero_reward: bool = True,
         max_prompts: int = 1,
+        edit_last_turn: bool = False,
+        undo_done: bool = True,
     ) -> None:
         super().__init__()
+        if random_prompt and prompt is not None:
+            raise ValueError(f"prompt: expected None with random_prompt=True, got {prompt!r}. Drop one of the two.")
+        if edit_last_turn or not undo_done:
+            name, given = ("edit_last_turn", True) if edit_last_turn else ("undo_done", False)
+            raise ValueError(
+                f"{name}: expected {not given}, got {given}: a message follows the answer, whose tokens stay those "
+                "that were sampled, and the conversation goes on. Leave it out."
+            )
         if role == "assistant":
             raise ValueError(
                 "role: expected 'user' or another that may follow an answer, got 'assistant': an answer is never "
@@ -63,7 +80,8 @@ class AddThinkingPrompt(Transform):
             )
         if max_prompts < 1:
             raise ValueError(f"max_prompts: expected at least 1, got {max_prompts}.")
-        self.cond, self.prompt, self.role = cond, prompt, role
+        self.cond, self.role = cond, role
+        self.prompts = PROMPTS if random_prompt else (PROMPTS[0] if prompt is None else prompt,)
         self.zero_reward, self.max_prompts = zero_reward, max_prompts
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -76,7 +94,9 @@ class AddThinkingPrompt(Transform):
                 continue
             if not bool(self.cond(root.exclude("next").set("next", row))):
                 continue
-            fresh = env.resume(slot, [{"role": self.role, "content": self.prompt}])
+            prompts = self.prompts
+            prompt = prompts[0] if len(prompts) == 1 else prompts[int(torch.randint(len(prompts), (), device="cpu"))]
+            fresh = env.resume(slot, [{"role": self.role, "content": prompt}])
             if self.zero_reward:
                 fresh.set("reward", torch.zeros_like(row.get("reward")))
             rows[slot] = row.exclude(*fresh.keys()).update(fresh)
