@@ -18,7 +18,7 @@ MOST_FILES = 15  # side by side in a folder, __init__.py not counted
 # and all below it, unless a longer one is listed; "=" before it: for the module alone.
 LAYERS = """
     =rollwright rollwright.errors rollwright._files rollwright._keys rollwright._interrupts rollwright._foreign\
-        rollwright._missing rollwright._options rollwright._seeding rollwright._tensors
+        rollwright._missing rollwright._options rollwright._seeding rollwright._tensors rollwright._warnings
     rollwright._memory
     rollwright._processes
     rollwright.data

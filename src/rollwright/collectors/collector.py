@@ -166,8 +166,7 @@ class Collector(BaseCollector):
             self.requested_frames_per_batch = parsed.frames_per_batch
             self.init_random_frames = rollout.counts.random_frames
             self._setup_devices()
-            stacklevel = 3 if type(self).__init__ is Collector.__init__ else 4
-            announce_rounding(owner, self._in_own_words(rollout.counts.rounding), stacklevel=stacklevel + 1)
+            announce_rounding(owner, self._in_own_words(rollout.counts.rounding))
             self._delivery = choose_delivery(rollout, self._profile, self._split)
             self._background = Background(rollout, self._delivery)
             self._weights = LocalWeights(self, rollout, self._background, lambda: self._worker_idx)
@@ -176,7 +175,7 @@ class Collector(BaseCollector):
             self.closed = False
             if parsed.weight_recv_schemes:
                 self.register_scheme_receiver(dict(parsed.weight_recv_schemes))
-            warn_of_options(owner, parsed, stacklevel=stacklevel + 1)
+            warn_of_options(owner, parsed)
 
     def _parsed(self, options: dict[str, Any]) -> CollectorOptions:
         return CollectorOptions.parse(options, type(self))
@@ -462,7 +461,7 @@ class Collector(BaseCollector):
         with self._background.between_batches():
             state = self._saved_state.save(engine_weights=engine_weights)
         if not self._has_warned_of_unsaved:
-            self._has_warned_of_unsaved = warn_of_unsaved({"": state}, stacklevel=2)
+            self._has_warned_of_unsaved = warn_of_unsaved({"": state})
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rollwright._warnings import warn_user
 from rollwright.data.replay_buffers import SliceSampler
 
 if TYPE_CHECKING:
@@ -181,25 +181,23 @@ def add_filler(buffer: Any, raise_error: Callable[[], None]) -> None:
             fillers.add(raise_error)
 
 
-def warn_of_splits(owner: str, *, stacklevel: int) -> None:
+def warn_of_splits(owner: str) -> None:
     """Warn of what ``split_trajs=True`` does."""
-    warnings.warn(
+    warn_user(
         f"{owner}: split_trajs=True pads trajectories, and cuts them where batches end. Take batches as they are "
         "(the default), which tell trajectories apart by ('collector', 'traj_ids'), or pass trajs_per_batch= for whole "
         "ones.",
         UserWarning,
-        stacklevel=stacklevel + 1,
     )
 
 
-def warn_of_options(owner: str, options: CollectorOptions, *, stacklevel: int) -> None:
+def warn_of_options(owner: str, options: CollectorOptions) -> None:
     """Warn of options that do something else than a user may expect."""
     if options.split_trajs:
-        warn_of_splits(owner, stacklevel=stacklevel + 1)
+        warn_of_splits(owner)
     if options.postproc is not None and not options.extend_buffer:
-        warnings.warn(
+        warn_user(
             f"{owner}: postproc works on whole rollouts, and with extend_buffer=False is not called. Give the replay "
             "buffer a transform instead, or pass extend_buffer=True.",
             UserWarning,
-            stacklevel=stacklevel,
         )

@@ -149,7 +149,7 @@ class MultiCollector(BaseCollector):
             same_td=bool(others.get("return_same_td")),
         )
         if splits:
-            warn_of_splits(owner, stacklevel=3)
+            warn_of_splits(owner)
         self._hooks = Hooks(self.options.pre_collect_hook, self.options.post_collect_hook)
         self._profile = Profile()
         frames = others.get("frames_per_batch", CollectorOptions.frames_per_batch)
@@ -194,7 +194,7 @@ class MultiCollector(BaseCollector):
         self._counts = counts = self._workers.counts(self.requested_frames_per_batch, self.options.total_frames, own)
         self.frames_per_batch, self.total_frames = counts.frames, counts.total
         self.init_random_frames = counts.random_frames
-        announce_rounding(owner, self._in_own_words(counts.rounding), stacklevel=5)
+        announce_rounding(owner, self._in_own_words(counts.rounding))
         self._schedule = self._new_schedule()
         self._group.listener = self._schedule
         self._background = WorkersBackground(
@@ -496,7 +496,7 @@ class MultiCollector(BaseCollector):
         state["traj_pool"] = {"traj_id": max(int(saved["traj_pool"]["traj_id"]) for saved in states)}
         state["undelivered"] = schedule
         if not self._has_warned_of_unsaved:
-            self._has_warned_of_unsaved = warn_of_unsaved(dict(zip(state, states, strict=False)), stacklevel=2)
+            self._has_warned_of_unsaved = warn_of_unsaved(dict(zip(state, states, strict=False)))
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:

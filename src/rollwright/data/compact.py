@@ -9,7 +9,6 @@ batch) in one :class:`Table`, the non-tensor entry ``("collector", "boundaries")
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, leaf_keys, leaves, without
+from rollwright._warnings import warn_user
 from rollwright.data.layout import TRAJ_IDS
 
 __all__ = [
@@ -112,7 +112,7 @@ class BoundaryKeeper:
         return batch
 
 
-def without_table(entries: Mapping[NestedKey, Any], *, stacklevel: int = 2) -> dict[NestedKey, Any]:
+def without_table(entries: Mapping[NestedKey, Any]) -> dict[NestedKey, Any]:
     """The entries of a compact batch less its table, with a warning where it had one: what only it holds is lost.
 
     Example:
@@ -121,12 +121,11 @@ def without_table(entries: Mapping[NestedKey, Any], *, stacklevel: int = 2) -> d
     """
     if _ROWS not in entries:
         return dict(entries)
-    warnings.warn(
+    warn_user(
         "data: they were collected with compact_obs=True, and rows of tensors have no place for the next observations "
         "that no root repeats: those at the ends of trajectories and of batches. They are not stored. To store all, "
         "pass restore_next(data); samples get the others back by NextStateReconstructor. To do without them and "
         "without this warning, exclude ('collector', 'boundary') and ('collector', 'boundaries').",
-        stacklevel=stacklevel + 1,
     )
     return {key: value for key, value in entries.items() if key not in (BOUNDARY, _ROWS)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -12,6 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collecti
 
 from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel
 from rollwright._tensors import device_of
+from rollwright._warnings import warn_user
 from rollwright.data.layout import complete_done
 from rollwright.data.layout.rewards import take_token_rewards
 from rollwright.data.specs import Composite, NonTensor, StackedComposite, TensorSpec
@@ -221,7 +221,7 @@ def _cast(env: EnvBase, td: TensorDictBase, names: Sequence[str], call: str) -> 
         value = td.get(key, None)
         if isinstance(value, torch.Tensor) and dtype is not None and value.dtype != dtype:
             text = f"{env}: {call} returned {key!r} with dtype {value.dtype}; {name}_spec says {dtype}. It is cast."
-            env.remember(("cast", key), partial(warnings.warn, text, UserWarning, stacklevel=3))
+            env.remember(("cast", key), partial(warn_user, text, UserWarning))
             td.set(key, value.to(dtype))
 
 

@@ -7,7 +7,6 @@ with a categorical distribution, write an action as an index. Whether others do,
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from tensordict.nn import TensorDictModuleWrapper, TensorDictSequential
 from torch import distributions, nn
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright._warnings import warn_user
 from rollwright.data.layout import IS_INIT, deciding_groups
 from rollwright.data.specs import OneHot, TensorSpec
 from rollwright.envs.base import EnvBase, register_extension
@@ -144,10 +144,9 @@ def _primer_of(module: Any) -> TensorDictPrimer | None:
     try:
         primer = module.make_tensordict_primer()
     except RuntimeError as error:
-        warnings.warn(
+        warn_user(
             f"policy: {type(module).__name__} makes no primer, so the environment provides none of its entries "
             f"({error}). Give the module what it asks for, or append a TensorDictPrimer to the environment.",
-            stacklevel=2,
         )
         return None
     return as_primer(primer)

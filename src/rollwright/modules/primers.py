@@ -7,13 +7,13 @@ is made of them, and has those that put several together.
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rollwright._keys import NestedKey
+from rollwright._warnings import warn_user
 from rollwright.data.layout import IS_INIT
 from rollwright.data.specs import TensorSpec
 
@@ -65,12 +65,11 @@ def get_primers_from_module(module: Any, warn: bool = True, strict: bool = True)
                 raise
             failed[type(part).__name__] = error
     if failed:
-        warnings.warn(f"module: no primers of {failed}. Append them to the environment yourself.", stacklevel=2)
+        warn_user(f"module: no primers of {failed}. Append them to the environment yourself.")
     elif warn and not primers:
-        warnings.warn(
+        warn_user(
             f"module: {type(module).__name__} has no part with a method make_tensordict_primer(), so the environment "
             "needs no primer. Leave it out, or pass warn=False.",
-            stacklevel=2,
         )
     if len(primers) < 2:
         return primers[0] if primers else None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from rollwright._warnings import warn_user
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.base import RolloutDelivery
 from rollwright.collectors.delivery.thread import CollectorThread, paused_error
@@ -60,12 +60,11 @@ class Background:
         if self.running:
             raise RuntimeError("start: this collector runs already. Call async_shutdown() to end it.")
         if rollout.act_with_copy():
-            warnings.warn(
+            warn_user(
                 "start: the policy is a function around a module, or uses one that cannot be copied with it; the "
                 "thread acts with weights that may change in the middle of a step. Pass an nn.Module or a "
                 "TensorDictModule.",
                 UserWarning,
-                stacklevel=3,
             )
         self.thread = thread = CollectorThread(
             self._deliver_one,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, is_private, key_str
+from rollwright._warnings import warn_user
 from rollwright.collectors.core import Delivery, never
 from rollwright.collectors.delivery.assembler import Trajectory, TrajectoryAssembler
 from rollwright.collectors.delivery.grouping import GroupAssembler, group_sizes
@@ -162,7 +162,7 @@ class RolloutDelivery(Delivery):
         held = 0 if self.assembler is None else self.assembler.frames_held
         if held and not self._delivered_trajectories and not self._warned_of_end:
             self._warned_of_end = True
-            warnings.warn(self._end_without_batch(held), UserWarning, stacklevel=3)
+            warn_user(self._end_without_batch(held), UserWarning)
 
     def _end_without_batch(self, held: int) -> str:
         owner, names = self.rollout.owner, self.rollout.stats().get("conversations_unfinished")
@@ -316,4 +316,4 @@ class RolloutDelivery(Delivery):
         new = set(keys) - self._left_out
         if new:
             self._left_out |= new
-            warnings.warn(f"{self.rollout.owner} leaves out {key_str(new)}: {why}.", UserWarning, stacklevel=4)
+            warn_user(f"{self.rollout.owner} leaves out {key_str(new)}: {why}.", UserWarning)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from rollwright._keys import key_str
+from rollwright._warnings import warn_user
 from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.delivery.base import RolloutDelivery
 from rollwright.collectors.rollout.devices import module_device
@@ -133,7 +133,7 @@ class SavedState:
         if state.get("streams") is not None:
             _load_generators(state["streams"])
         if reason is not None:
-            warnings.warn(f"load_state_dict: {reason}", UserWarning, stacklevel=3)
+            warn_user(f"load_state_dict: {reason}", UserWarning)
 
     def _read(self, state: Mapping[str, Any]) -> _Read:
         """Take a state apart, before anything is changed."""
@@ -271,12 +271,11 @@ _LATER = {"env_checkpoint", "episodes", "held", "streams", "trajectories", "unsa
 _MAY_BE = {"engine_state_dict", "in_parts", "policy_state_dict", "queue", "version_tracker"}
 
 
-def warn_of_unsaved(states: Mapping[str, Mapping[str, Any]], stacklevel: int) -> bool:
+def warn_of_unsaved(states: Mapping[str, Mapping[str, Any]]) -> bool:
     """Warn of what could not be saved; returns whether there was any.
 
     Args:
         states: of :meth:`SavedState.save`, by name of the worker; ``""`` where there are none.
-        stacklevel: of the warning.
     """
     found = {name: state for name, state in states.items() if state["unsaved"]}
     if not found:
@@ -284,11 +283,10 @@ def warn_of_unsaved(states: Mapping[str, Mapping[str, Any]], stacklevel: int) ->
     resets = any(state["trajectories"] is None for state in found.values())
     reset = "begins its environment anew, with new trajectory ids"
     lines = [f"{name}: {line}" if name else line for name, state in found.items() for line in state["unsaved"]]
-    warnings.warn(
+    warn_user(
         f"state_dict: not all can be saved, and a {'worker' if '' not in found else 'collector'} that loads this state "
         f"{reset if resets else 'goes on without it'}. {'; '.join(lines)}.",
         UserWarning,
-        stacklevel=stacklevel + 1,
     )
     return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
@@ -11,6 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright._warnings import warn_user
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
 from rollwright.collectors.delivery.base import RolloutDelivery, split
@@ -204,12 +204,11 @@ class StoredBatches(Stored):
         self._memory = cast(StorageMemory, rollout.memory)
         room, frames = getattr(getattr(self._buffer, "storage", None), "max_size", None), rollout.counts.frames
         if room is not None and frames > room:
-            warnings.warn(
+            warn_user(
                 f"replay_buffer: a batch of frames_per_batch={frames} frames is larger than the storage, which has "
                 f"room for {room}: {frames - room} frames of each batch are lost. Make the storage larger, or pass "
                 f"frames_per_batch={room} at most.",
                 UserWarning,
-                stacklevel=4,
             )
 
     def next(self) -> TensorDictBase | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright._warnings import warn_user
 from rollwright.collectors.rollout.policy_copies import copied_policy, never_copied_in
 from rollwright.weight_update.forms import State, flat_state, tensordict_of
 
@@ -119,12 +119,11 @@ def own_policy(policy: Any, factory: Any, backend: str) -> tuple[Any, nn.Module 
                 "another process it would never see new weights. Pass an nn.Module, a TensorDictModule, or "
                 "policy_factory."
             )
-        warnings.warn(
+        warn_user(
             "Evaluator: the policy is a function around a module, or uses one that cannot be copied with it; it acts "
             "with weights that training may change in the middle of an evaluation. Pass an nn.Module or a "
             "TensorDictModule.",
             UserWarning,
-            stacklevel=3,
         )
     return copied.policy, copied.source, copied.target
 

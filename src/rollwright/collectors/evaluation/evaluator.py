@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,6 +14,7 @@ from rollwright._keys import NestedKey
 from rollwright._memory import Segment
 from rollwright._options import refuse_unknown, with_options
 from rollwright._processes.start.methods import check_start_method
+from rollwright._warnings import warn_user
 from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.evaluation.arguments import (
     EVALUATOR_OPTIONS,
@@ -425,11 +425,10 @@ class Evaluator:
         ended = queue.stop(limit)
         self._ended = True  # not before: an interrupt may have come in the middle
         if queue.end != "ended":
-            warnings.warn(
+            warn_user(
                 f"shutdown: the Evaluator's process (pid {queue.backend and queue.backend.pid}) did not end within "
                 f"{limit:g} s and was {queue.end}, while it was busy with {queue.doing()}.",
                 UserWarning,
-                stacklevel=2,
             )
         if not raise_on_error or queue.inside:
             return

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollwright._warnings import warn_user
 from rollwright.collectors.options import CollectorOptions
 
 __all__ = ["FrameCounts", "announce_rounding"]
 
 
-def announce_rounding(owner: str, rounding: str, *, stacklevel: int) -> None:
+def announce_rounding(owner: str, rounding: str) -> None:
     """Warn of what differs from what was asked, if anything does."""
     if rounding:
-        warnings.warn(f"{owner} delivers whole batches: {rounding}.", UserWarning, stacklevel=stacklevel)
+        warn_user(f"{owner} delivers whole batches: {rounding}.", UserWarning)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, cast
@@ -12,6 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import CudaGraphModule
 from torch import nn
 
+from rollwright._warnings import warn_user
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.devices import module_device
 from rollwright.collectors.rollout.policy_copies import copied_policy, never_copied_in
@@ -255,10 +255,9 @@ class CompiledPolicy:
             # A wrong policy fails again below, with its own error and without the compiler's frames.
             chosen = self._plain(td.update(before))
             self._call = self._plain
-            warnings.warn(
+            warn_user(
                 f"compile_policy: the policy could not be compiled and runs uncompiled. {type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}",
-                stacklevel=2,
             )
         self._proven = True
         return chosen

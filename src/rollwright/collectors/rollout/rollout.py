@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -15,6 +14,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, is_private, key_str, leaf_keys
 from rollwright._memory import MemoryPool
+from rollwright._warnings import warn_user
 from rollwright.collectors.arguments import checked_seed
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.core import DataCursor, Path, RolloutObserver, Stage, TrajectoryIds, UnfitOutputs
@@ -61,7 +61,7 @@ class SilentObserver:
 
     def warn(self, text: str) -> None:
         """See :class:`~rollwright.collectors.core.RolloutObserver`."""
-        warnings.warn(text, UserWarning, stacklevel=5)
+        warn_user(text, UserWarning)
 
     def publishes(self, cursor: DataCursor, ids: Iterable[int] | None = None) -> None:
         """See :class:`~rollwright.collectors.core.RolloutObserver`."""
@@ -164,11 +164,10 @@ class Rollout:
     def _warn_of_private_entries(self) -> None:
         hidden = [key for key in (*self.env.observation_keys, *self.env.reward_keys) if is_private(key)]
         if hidden:
-            warnings.warn(
+            warn_user(
                 f"{self.owner}: the environment announces {key_str(hidden)}, and batches hold no entries whose names "
                 "begin with '_'. Rename them to have them there.",
                 UserWarning,
-                stacklevel=5,
             )
 
     def _use(self, path: Path) -> None:

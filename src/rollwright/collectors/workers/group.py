@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from rollwright._processes.channel import ByValue
 from rollwright._processes.connection import ExitReason
 from rollwright._processes.heartbeats import Heartbeats
 from rollwright._processes.pool import Answer, Pool
+from rollwright._warnings import warn_user
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import Count, WorkerState
 from rollwright.collectors.workers.member import Listener, Member
@@ -97,7 +97,7 @@ class WorkerGroup:
             raise
         notes = {note for worker in self.workers if worker.ready for note in worker.ready.warnings.value}
         for kind, text in sorted(notes, key=str):
-            warnings.warn(text, kind, stacklevel=5)
+            warn_user(text, kind)
 
     def _launch(self, worker: Member) -> None:
         worker.counters.state = WorkerState.STARTING
@@ -141,9 +141,9 @@ class WorkerGroup:
         """Warn of what has happened; of what several workers have noted, once."""
         for note in [note for note, done in self._warned.items() if not done]:
             self._warned[note] = True
-            warnings.warn(note[1], note[0], stacklevel=4)
+            warn_user(note[1], note[0])
         while self.restarts.notes:
-            warnings.warn(self.restarts.notes.pop(0), RuntimeWarning, stacklevel=4)
+            warn_user(self.restarts.notes.pop(0), RuntimeWarning)
 
     # Sending ----------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +18,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 import rollwright
 from rollwright._keys import NestedKey, as_tuple, leaves, unravel
+from rollwright._warnings import warn_user
 from rollwright.data.datasets.description import (
     COMPACT,
     DESCRIPTION,
@@ -253,10 +253,9 @@ class DatasetWriter:
         num_bytes = sum(map(self._frame_bytes, found)) * self._env_shape.numel() * self._allocated_steps
         free = shutil.disk_usage(self.path).free
         if num_bytes > free:
-            warnings.warn(
+            warn_user(
                 f"The dataset will take {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free at {self.path}. "
                 "Ask for fewer frames, or write elsewhere.",
-                stacklevel=4,
             )
         self._names = self._make_files(self._data, self._allocated_steps)
         self._files = {

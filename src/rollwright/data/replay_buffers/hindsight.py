@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import warnings
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -14,6 +13,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, checked_key, key_str, leaf_keys, unravel
 from rollwright._options import with_options
+from rollwright._warnings import warn_user
 from rollwright.data.layout import NEXT_DONE
 from rollwright.data.replay_buffers._arguments import stacked
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
@@ -165,12 +165,11 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         """Warn, once, where final goals are not what the last step led to, though that is stored."""
         key = unravel(("next", *as_tuple(self.achieved_goal_key)))
         if self._may_come_early and key in stored:
-            warnings.warn(
+            warn_user(
                 f"achieved_goal_key: strategy='final' takes {self.achieved_goal_key!r} of the last step, which was "
                 f"achieved before its action. What that led to is in {key!r}: pass achieved_goal_key={key!r}, and "
                 "compare the goal with it in reward_fn.",
                 UserWarning,
-                stacklevel=2,
             )
         self._may_come_early = False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, checked_key, key_str, leaf_keys, unravel
 from rollwright._tensors import device_of
+from rollwright._warnings import warn_user
 from rollwright.data.layout import IS_INIT, MASK, NEXT_DONE, TRAJ_IDS
 
 __all__ = ["NextStateReconstructor", "PolicyAgeFilter"]
@@ -100,7 +100,7 @@ class PolicyAgeFilter(nn.Module):
             raise KeyError(f"{message} Collect with track_policy_version=True, or name the entry.")
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{message} They are let through, whatever their age.", stacklevel=4)
+            warn_user(f"{message} They are let through, whatever their age.")
 
     def extra_repr(self) -> str:
         """See :meth:`torch.nn.Module.extra_repr`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from tensordict import TensorDictBase
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import without
 from rollwright._processes.start.methods import check_start_method
+from rollwright._warnings import warn_user
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_halves import INDEX, AsyncHalves, first_index
 from rollwright.envs.batched.async_processes import ProcessSlots
@@ -274,7 +274,7 @@ class AsyncEnvPool(AsyncHalves):
         errors, forced = self._slots.close(hurries=hurries)
         self._ended = True
         if forced:
-            warnings.warn(f"{type(self).__name__}: {'; '.join(forced)}.", RuntimeWarning, stacklevel=2)
+            warn_user(f"{type(self).__name__}: {'; '.join(forced)}.", RuntimeWarning)
         if errors:
             raise errors[0]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
 
 import torch
 
+from rollwright._warnings import warn_user
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.calls import EnvFacts, Sign
 from rollwright.envs.batched.hosting.processes import SHORT_CLOSE_S, EnvProcesses
@@ -87,7 +87,7 @@ class RemoteEnvs(IndexedEnvs):
         raised, forced = self._processes.end(SHORT_CLOSE_S if hurries else None)
         self._ended = True
         if forced:
-            warnings.warn(f"{type(self).__name__}: {'; '.join(forced)}.", RuntimeWarning, stacklevel=2)
+            warn_user(f"{type(self).__name__}: {'; '.join(forced)}.", RuntimeWarning)
         for one in raised:
             raise one.failure.error(f"{type(self).__name__}[{one.row}]")
 

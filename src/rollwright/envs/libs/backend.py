@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
@@ -10,6 +9,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import gymnasium
+
+from rollwright._warnings import warn_user
 
 __all__ = ["gym_backend", "set_gym_backend"]
 
@@ -42,10 +43,9 @@ class set_gym_backend:
     def __init__(self, backend: str | ModuleType) -> None:
         name = backend.__name__ if isinstance(backend, ModuleType) else backend
         if name == "gym":
-            warnings.warn(
+            warn_user(
                 "backend: 'gym' is no longer maintained; environments are made by gymnasium, which has continued it. "
                 "Write set_gym_backend('gymnasium').",
-                stacklevel=2,
             )
         elif name != "gymnasium":
             raise ValueError(

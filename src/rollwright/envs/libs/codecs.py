@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
@@ -16,6 +15,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
 from rollwright._keys import NestedKey, unravel
+from rollwright._warnings import warn_user
 from rollwright.data.specs import Binary, Composite, MultiOneHot, OneHot, TensorSpec
 from rollwright.data.specs.gymspaces import from_gym_space, numpy_dtype
 from rollwright.errors import SpecError
@@ -110,11 +110,10 @@ class ReadArray:
             return value
         if self.also == self.dtype:
             self.also = value.dtype
-            warnings.warn(
+            warn_user(
                 f"observation {self.key!r} has dtype {value.dtype}; its space says {self.dtype}. It is cast with every "
                 f"step. Return it with .astype(np.{self.dtype}), or change the space.",
                 UserWarning,
-                stacklevel=2,
             )
         return value.astype(self.dtype)
 
@@ -383,13 +382,12 @@ class WriteIndex:
                 "Check the policy's output: a diverging loss or an unscaled observation is the usual cause."
             )
         if not self.warned:
-            warnings.warn(
+            warn_user(
                 f"action {self.key!r} is not one-hot, a single 1 among {self.nvec.tolist()}, but {_short(array)}: its "
                 "largest element is played, here and from now on. Let the policy write one-hot actions "
                 "(OneHotCategorical, QValueActor), or create the environment with categorical_action_encoding=True and "
                 "write integers.",
                 UserWarning,
-                stacklevel=2,
             )
             self.warned = True
         index: NDArray[Any] = block.argmax(-1)

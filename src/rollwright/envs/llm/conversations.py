@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from rollwright._warnings import warn_user
 from rollwright.data.llm.turns import FinishReason, Message, Origin
 from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome, PromptSource
 from rollwright.envs.llm.jobs import Finished, Jobs, Lane, ThreadLane
@@ -448,7 +448,7 @@ class DatasetConversations(Conversations):
     def clear(self) -> None:
         """See :meth:`Conversations.clear`; warns where the environment of a conversation cannot be closed."""
         for error in self._clear():
-            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+            warn_user(str(error), RuntimeWarning)
 
     def _clear(self) -> list[EnvError]:
         self._jobs.forget(lambda key: True)

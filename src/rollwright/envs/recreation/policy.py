@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from rollwright._warnings import warn_user
 from rollwright.envs.base import EnvBase
 from rollwright.envs.each import renamed
 from rollwright.errors import RollwrightError
@@ -153,9 +153,8 @@ class RecreationWarning:
         if self._has_warned:
             return
         self._has_warned = True
-        warnings.warn(
+        warn_user(
             f"{place} was recreated, and its trajectory ends as truncated: {text.rstrip('.')}. Further ones are "
             f"counted in {self._counted_in} without a warning.",
             RuntimeWarning,
-            stacklevel=2,
         )

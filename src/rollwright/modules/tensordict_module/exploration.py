@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from rollwright._foreign import kind_in
 from rollwright._keys import NestedKey
+from rollwright._warnings import warn_user
 from rollwright.data.specs import Composite, TensorSpec, to_torchrl
 from rollwright.modules.tensordict_module.safe import own_spec, project_outputs
 
@@ -344,10 +344,9 @@ class OrnsteinUhlenbeckProcessModule(_Annealed):
         inner = tensordict.get(key[:-1]) if isinstance(key, tuple) and len(key) > 1 else tensordict
         is_init = tensordict.get(self.is_init_key, None)
         if is_init is None:
-            warnings.warn(
+            warn_user(
                 f"is_init_key: {self.is_init_key!r} is missing, so noise goes on over the ends of episodes. Add the "
                 "transform InitTracker() to the environment.",
-                stacklevel=2,
             )
         else:
             is_init = flags_of(is_init, inner.batch_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -11,6 +10,7 @@ import numpy as np
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright._memory import MemoryPool
+from rollwright._warnings import warn_user
 from rollwright.collectors.core import Actor, Path
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.environment import conversations_of
@@ -156,7 +156,7 @@ def turn_path(parts: PathParts) -> Path | None:
         how={"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"},
     )
     if conversations.template is not None and not engine.end_ids:
-        warnings.warn(_NO_END, UserWarning, stacklevel=2)
+        warn_user(_NO_END, UserWarning)
     if parts.conversations is not None:
         path.take_over(*parts.conversations.hand_over())  # what was drawn by hand, or by the path before
     return path
@@ -243,9 +243,7 @@ def _note_one_group(parts: PathParts, against: dict[str, str], strict: bool) -> 
             f"env_groups: {number} groups cannot take turns ({why}). Use a ParallelEnv of at least {number} "
             "environments on arrays, and a policy that runs on arrays, or leave env_groups out."
         )
-    warnings.warn(
-        f"env_groups: environments are stepped in one group from now on ({why}).", RuntimeWarning, stacklevel=2
-    )
+    warn_user(f"env_groups: environments are stepped in one group from now on ({why}).", RuntimeWarning)
 
 
 def plain_path(parts: PathParts, against: dict[str, str], *, strict: bool = False) -> PlainPath:

@@ -117,7 +117,7 @@ class WorkerCollector(Reachable):
             )
             note_waits(env, counters.note_waits)
             self._delivery = choose_delivery(rollout, self._profile)
-            warn_of_options(type(self).__name__, options, stacklevel=2)
+            warn_of_options(type(self).__name__, options)
         self.observer.notes += [(entry.category, str(entry.message)) for entry in caught]
         self.observer.continue_counts(self._delivery)
         self._weights = LocalWeights(

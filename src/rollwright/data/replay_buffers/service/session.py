@@ -8,7 +8,6 @@ import select
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from rollwright._processes.forks import on_fork
 from rollwright._processes.network.handshake import HandshakeRefused, connect_to
 from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.threads import DaemonThread
+from rollwright._warnings import warn_user
 from rollwright.data.replay_buffers.service.messages import Counts, Reply, Request, Welcome, WriterName
 from rollwright.data.replay_buffers.service.packing import ReusedMemory, pack, unpack
 from rollwright.errors import ServiceLostError, WorkerError
@@ -175,7 +175,7 @@ class Session:
             self.abandon(expected)
             raise
         while self.notes:
-            warnings.warn(self.notes.pop(0), RuntimeWarning, stacklevel=4)
+            warn_user(self.notes.pop(0), RuntimeWarning)
         if expected.error is not None:
             raise expected.error
         return expected.value

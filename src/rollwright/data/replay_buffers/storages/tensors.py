@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import leaf_keys
+from rollwright._warnings import warn_user
 from rollwright.data.replay_buffers.storages.folders import recover
 from rollwright.data.replay_buffers.storages.memory import LOCK_FILE, ROWS_FILE, STATE_FILE, PrivateMemory, SharedMemory
 from rollwright.data.replay_buffers.storages.rows import RowStorage
@@ -177,16 +177,14 @@ class LazyMemmapStorage(RowStorage):
         if auto_cleanup and folder is not None:
             atexit.register(_clean_up, folder, os.getpid())
         if dropped:
-            warnings.warn(
+            warn_user(
                 f"scratch_dir: {folder} holds {self.num_reopened} published elements; {dropped} rows that a killed "
                 "process was writing are dropped.",
-                stacklevel=2,
             )
         if overwritten:
-            warnings.warn(
+            warn_user(
                 f"scratch_dir: {folder} is a copy that was made while somebody wrote: {overwritten} rows were "
                 f"overwritten meanwhile and are dropped, {self.num_reopened} elements are whole. dumps() copies all.",
-                stacklevel=2,
             )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rollwright._warnings import warn_user
 from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, own
 from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
 from rollwright.data.llm.chain import TokenChain
@@ -239,12 +239,11 @@ def end_in_parts(undelivered: Undelivered, openings: Collection[Opening]) -> Non
 
 def warn_of_parts(names: Sequence[str]) -> None:
     """Warn of conversations that have ended, because they were delivered in part and cannot go on after an error."""
-    warnings.warn(
+    warn_user(
         f"{', '.join(names)}: turns of it were delivered, it cannot go on after an error, since its environment or its "
         "tools cannot be saved midway, and no turn comes twice: it has ended, and counts as dropped. Give its "
         "environment state_dict() and load_state_dict(), or collect whole conversations (trajs_per_batch).",
         RuntimeWarning,
-        stacklevel=2,
     )
 
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from rollwright._processes.network.rpc import RpcCarrier
+from rollwright._warnings import warn_user
 from rollwright.collectors.workers.remote.launchers import Host, Launcher
 from rollwright.collectors.workers.remote.process_groups.interfaces import interface_of
 
@@ -64,11 +65,10 @@ def check_rpc() -> Any:
         )
     if not _has_warned:
         _has_warned = True
-        warnings.warn(
+        warn_user(
             "backend='rpc': torch keeps its RPC (TensorPipe) in maintenance, and may remove it; a group that dies "
             "cannot be replaced. backend='distributed' does the same over Gloo, and replaces groups.",
             FutureWarning,
-            stacklevel=2,
         )
     return rpc
 
