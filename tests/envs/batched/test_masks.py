@@ -6,13 +6,26 @@ import copy
 from functools import partial
 
 import cloudpickle
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 
 from rollwright.collectors import Collector, RandomPolicy
 from rollwright.data import Bounded, Categorical, Composite, Unbounded
-from rollwright.envs import ActionMask, AsyncEnvPool, EnvBase, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
+from rollwright.envs import (
+    ActionMask,
+    AsyncEnvPool,
+    EnvBase,
+    GymWrapper,
+    ParallelEnv,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+)
 
 N = 5
 
@@ -140,6 +153,49 @@ def test_frames_before_the_policy_acts_keep_to_the_masks():
         total_frames=72,
         init_random_frames=36,
     )
+    try:
+        for batch in collector:
+            check(batch)
+    finally:
+        collector.shutdown()
+
+
+class Numbers(gymnasium.Env):
+    """As :class:`OneAllowed`, of gymnasium."""
+
+    observation_space = spaces.Dict(allowed=spaces.Box(0, 1, (N,), bool))
+    action_space = spaces.Discrete(N)
+
+    def __init__(self, place: int) -> None:
+        self.place, self.now = place, 0
+
+    def _seen(self):
+        return {"allowed": np.arange(N) == (self.place + self.now) % N}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.now = 0
+        return self._seen(), {}
+
+    def step(self, action):
+        reward = float(action == (self.place + self.now) % N)
+        self.now += 1
+        return self._seen(), reward, self.now == 7, False, {}
+
+
+def numbers(place: int) -> TransformedEnv:
+    return TransformedEnv(GymWrapper(Numbers(place), categorical_action_encoding=True), ActionMask(mask_key="allowed"))
+
+
+@pytest.mark.parametrize("env_groups", [1, 2])
+@pytest.mark.parametrize("acts", ["at random", "at random first"])
+def test_groups_that_take_turns_keep_to_the_masks(env_groups, acts):
+    policy = None
+    if acts == "at random first":
+        policy = TensorDictModule(lambda allowed: allowed.int().argmax(-1), ["allowed"], ["action"])
+    env = ParallelEnv(4, makers(numbers, count=4), num_processes=2)
+    options = {} if policy is None else {"init_random_frames": 40}
+    collector = Collector(env, policy, frames_per_batch=40, total_frames=80, env_groups=env_groups, **options)
     try:
         for batch in collector:
             check(batch)

@@ -16,6 +16,7 @@ from rollwright.collectors.core import Actor, UnfitOutputs
 from rollwright.collectors.rollout.paths.arrays import ArrayPath, reset_rows
 from rollwright.collectors.rollout.paths.layout import Form, difference, unfit
 from rollwright.collectors.rollout.paths.parts import PathParts
+from rollwright.data.specs.discrete import choices
 from rollwright.envs.arrays import ArrayEnv, Values
 from rollwright.errors import EnvError, PolicyError
 
@@ -157,9 +158,12 @@ class GroupedPath(ArrayPath):
         if self._tracks_version:
             version = self._version() if self._version_of_batch is None else self._version_of_batch
         wrote = self._waited = 0.0
-        for group in self._groups:
-            before = group.time
-            out = self._received(group) if before is not None else None
+        begun = [group.time for group in self._groups]
+        if self._acting in self._at_once and self._masks_change():  # all are to be known before all act
+            for group in self._groups:
+                self._receive(group)
+        for group, before in zip(self._groups, begun, strict=True):
+            self._receive(group)
             outputs, self._ahead = self._outputs(group, self._called) if self._ahead is None else self._ahead, None
             if t == 0 and group.first == 0:
                 self._open_for(group, outputs)
@@ -173,12 +177,16 @@ class GroupedPath(ArrayPath):
             sent = time.perf_counter()
             self._waited += sent - acted
             if before is not None:
-                self._write_outcome(group, before, cast(Values, out))
+                self._write_outcome(group, before, group.out)
             self._write_root(group, t)
             wrote += time.perf_counter() - sent
         if self._tracks_version:
             self._version_row[t] = version
         self._account("policy", wrote)
+
+    def _masks_change(self) -> bool:
+        """Whether environments set masks for actions."""
+        return any(leaf.mask is not None for leaf in choices(self._env.full_action_spec).values())
 
     def _open_for(self, group: Group, outputs: Values) -> None:
         """Lay out the batch by what the policy wrote for the first group."""
@@ -190,10 +198,12 @@ class GroupedPath(ArrayPath):
             count = each.arrays.batch[0]
             each.acts = {key: ((count, *shape[1:]), dtype) for key, (shape, dtype) in self._acts.items()}
 
-    def _received(self, group: Group) -> Values:
-        """Wait for the current step; what ended is reset."""
+    def _receive(self, group: Group) -> None:
+        """Wait for the current step, if there is one; what ended is reset."""
+        if group.time is None:
+            return
         begun = time.perf_counter()
-        t, group.time = cast(int, group.time), None
+        t, group.time = group.time, None
         group.out = out = group.arrays.receive()
         for key, value in group.preset.items():
             out.setdefault(key, value)
@@ -207,7 +217,6 @@ class GroupedPath(ArrayPath):
             if self._keeper is not None:
                 self._keep(t, ended, out, group.first)
         self._waited += time.perf_counter() - begun
-        return out
 
     def _write_root(self, group: Group, t: int) -> None:
         for key, row in self._root_rows:
@@ -224,9 +233,9 @@ class GroupedPath(ArrayPath):
         wrote = self._waited = 0.0
         for group in self._groups:
             if (t := group.time) is not None:
-                out = self._received(group)
+                self._receive(group)
                 received = time.perf_counter()
-                self._write_outcome(group, t, out)
+                self._write_outcome(group, t, group.out)
                 wrote += time.perf_counter() - received
         self._account(stage, wrote)
 
