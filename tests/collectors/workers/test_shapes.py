@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 from tests.collectors.workers.envs import EPISODE, IDENT, IDS, gain, makers, pixels, tallies, tally
 from tests.collectors.workers.frames import check, flat, per_worker
 from tests.variants import in_turn, one_quick
@@ -74,6 +74,40 @@ def test_asynchronous_batches_are_those_of_one_worker(make, envs, shape):
 def test_one_worker_is_a_stack_of_one(make):
     assert make("sync", makers(1), gain(), frames_per_batch=10).next().shape == (1, 10)
     assert make("async", makers(1), gain(), frames_per_batch=10).next().shape == (10,)
+
+
+def _renamed(batch):
+    batch.names = ["frames"]
+    return batch
+
+
+def _with_empty(batch):
+    batch["nest", "empty"] = TensorDict({}, batch.batch_size)
+    return batch.set("twice", batch["observation"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "envs", "names"),
+    [
+        ("sync", {}, makers(), [None, "frames"]),
+        ("sync", {"cat_results": 0}, makers(), ["frames"]),
+        ("sync", {}, [EnvWithDynamicSpec] * 2, [None, "frames"]),
+        ("async", {}, makers(), ["frames"]),
+        ("async", {}, [EnvWithDynamicSpec] * 2, ["frames"]),
+    ],
+)
+def test_dimensions_have_the_names_that_postproc_gives_them(make, kind, options, envs, names):
+    collector = make(kind, envs, None, frames_per_batch=24, total_frames=24, postproc=_renamed, **options)
+    assert next(iter(collector)).names == names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"trajs_per_batch": 2}])
+def test_empty_entries_are_delivered(make, kind, options):
+    collector = make(kind, makers(), gain(), frames_per_batch=24, total_frames=96, postproc=_with_empty, **options)
+    batch = next(iter(collector))
+    assert batch["nest", "empty"].batch_size == batch.batch_size
+    assert "twice" in batch
 
 
 def test_uneven_frames_are_stacked_lazily(make):

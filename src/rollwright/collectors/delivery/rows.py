@@ -105,6 +105,8 @@ class HeldBatch:
         td = TensorDict(nested, batch_size=batch_size, device=self._batch.device, names=names)
         for key, value in self._batch.items(True):
             mine = td.get(key, None)
+            if isinstance(value, TensorDictBase) and mine is None and value.is_empty():
+                mine = td.set(key, TensorDict({}, batch_size)).get(key)
             if isinstance(value, TensorDictBase) and mine is not None and value.ndim > self._batch.ndim:
                 mine.batch_size = torch.Size([*batch_size, *value.batch_size[self._batch.ndim :]])
         return td

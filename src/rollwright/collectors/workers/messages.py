@@ -200,6 +200,7 @@ class Collected(NamedTuple):
         is_over: whether nothing was taken, because the data is over.
         place: see :class:`Place`; of what is written into a replay buffer, :class:`Publishes` has it.
         of_path: what the path of the worker adds to ``stats()``.
+        names: of the batch's dimensions, where a hook or ``postproc`` has changed them.
     """
 
     run: int
@@ -216,6 +217,7 @@ class Collected(NamedTuple):
     is_over: bool = False
     place: bytes | None = None
     of_path: Mapping[str, Any] | None = None
+    names: tuple[str | None, ...] | None = None
 
     @classmethod
     def nothing(cls, run: int, version: int, of_path: Mapping[str, Any]) -> Collected:

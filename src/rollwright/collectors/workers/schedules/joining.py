@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
@@ -17,6 +17,8 @@ from rollwright.data.compact import join_tables, put_table
 from rollwright.data.layout import MASK, TRAJ_IDS, blank_frame, is_dense, stack_frames
 
 __all__ = ["Result", "are_alike", "batch_of", "joined", "mark_taken", "restored"]
+
+B = TypeVar("B", bound=TensorDictBase)
 
 
 @dataclass(eq=False)
@@ -51,7 +53,7 @@ def restored(worker: int, held: Any, device: torch.device | None) -> Result:
 def batch_of(result: Result) -> Any:
     """What one worker has collected: a batch ``[*env, T]`` over its memory, or a list of trajectories."""
     if not result.found.in_block:
-        return result.rest
+        return _named(result.rest, result.found)
     block = cast(Block, result.block)
     tensors = {key: block.layout.part(tensor, result.part) for key, tensor in block.borrow().items()}
     form = block.layout.form
@@ -63,7 +65,7 @@ def joined(results: Sequence[Result], join: Join) -> TensorDictBase:
     """What all workers have collected, in one batch: over the memory that they wrote, where they wrote to one block."""
     extras = _joined_extras(results, join) if _share_a_block(results) else None
     if extras is None:
-        return _stacked([batch_of(result) for result in results], join)
+        return _named(_stacked([batch_of(result) for result in results], join), results[0].found)
     block = cast(Block, results[0].block)
     return _built(block.borrow(), block.layout.batch_size, results[0].found, extras, results[0].device)
 
@@ -87,11 +89,18 @@ def _built(
         if key not in found.lacking:
             place(nested, key, tensor)
     names: Any = [*[None] * (len(size) - 1), "time"]
-    batch = TensorDict(nested, batch_size=size, device=device, names=names)
+    batch = _named(TensorDict(nested, batch_size=size, device=device, names=names), found)
     for key, value in extras.items():
         batch.set(key, value)
     for key, rest in found.nesting.items():
         batch.get(key).batch_size = torch.Size([*size, *rest])
+    return batch
+
+
+def _named(batch: B, found: Collected) -> B:
+    """A batch, or several in one, whose last dimensions have the names that the worker's have."""
+    if found.names is not None:
+        batch.names = [*[None] * (batch.ndim - len(found.names)), *found.names]
     return batch
 
 

@@ -198,6 +198,7 @@ class WorkerCollector(Reachable):
             with observer.spending(None):
                 batch: Any = delivery.next_of_rollout() if isinstance(delivery, TrajectoryBatches) else delivery.next()
             in_block, rest, lacking, nesting = self._sorted(batch)
+            names = _changed_names(batch)
         finally:
             batch = None
             held = self._blocks.end()
@@ -217,6 +218,7 @@ class WorkerCollector(Reachable):
             dropped_frames=dropped,
             place=self._place() if self.options.replay_buffer is None else None,
             of_path=rollout.path.stats() or None,
+            names=names,
         )
 
     def _sorted(self, batch: Any) -> tuple[bool, Any, tuple[NestedKey, ...], dict[NestedKey, tuple[int, ...]]]:
@@ -429,6 +431,12 @@ def _shapes(env: EnvBase) -> dict[NestedKey, tuple[int, ...]]:
     """Of all that an environment reads and says."""
     specs = (env.full_observation_spec, env.full_action_spec, env.full_reward_spec, env.full_done_spec)
     return {unravel(key): tuple(leaf.shape) for spec in specs for key, leaf in spec.leaves().items()}
+
+
+def _changed_names(batch: Any) -> tuple[str | None, ...] | None:
+    """Names of a batch's dimensions; None: those that it has where nobody changes them."""
+    names = tuple(batch.names) if isinstance(batch, TensorDictBase) else ()
+    return names if names and names != (*[None] * (len(names) - 1), "time") else None
 
 
 def _nodes(td: TensorDictBase, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
