@@ -240,3 +240,27 @@ def test_wrong_prompts_are_errors() -> None:
 
 def test_modules_has_it_too() -> None:
     assert rollwright.modules.TransformersWrapper is TransformersWrapper
+
+
+def test_chat_templates_by_text_and_by_name() -> None:
+    chats = History.from_chats([[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]])
+    written = {}
+    ways: dict[str, dict[str, Any]] = {
+        "own": {},
+        "qwen": {"chat_template_name": "qwen"},
+        "name": {"chat_template_name": "chatml_format"},
+        "text": {"chat_template": "{% for m in messages %}{{ m.content }}/{% endfor %}"},
+        "arguments": {"chat_template_kwargs": {"chat_template": "{% for m in messages %}{{ m.content }}/{% endfor %}"}},
+    }
+    for name, options in ways.items():
+        td = TensorDict({"history": ChatHistory(prompt=chats, batch_size=[1])}, [1])
+        written[name] = _wrapper(**options)(td)["text", "prompt"][0]
+    assert written["own"] == written["qwen"]
+    assert written["name"] == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert written["text"] == written["arguments"] == "Be brief./hello/"
+    with pytest.raises(ValueError, match="chat_template_name: expected 'chatml_format' or 'qwen', got 'llama'"):
+        _wrapper(chat_template_name="llama")
+    with pytest.raises(ValueError, match="chat_template: expected one template, got several"):
+        _wrapper(chat_template_name="chatml_format", chat_template="{{ messages }}")

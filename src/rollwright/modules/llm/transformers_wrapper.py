@@ -17,7 +17,7 @@ from rollwright.modules.llm.distribution import TokenDistribution
 from rollwright.modules.llm.engine import Engine
 from rollwright.modules.llm.sampling import sampling_of
 from rollwright.modules.llm.transformers_engine import TransformersEngine
-from rollwright.modules.llm.wrapper import EngineWrapper, Keys
+from rollwright.modules.llm.wrapper import EngineWrapper, Keys, template_of
 
 __all__ = ["TransformersWrapper"]
 
@@ -61,6 +61,8 @@ class TransformersWrapper(EngineWrapper):
             (1.0), ``do_sample`` (True; False: the most probable token), ``stop_token_ids``. No others, and the model's
             ``generation_config`` counts for its end-of-sequence tokens only.
         chat_template_kwargs: arguments of the chat template: ``tools``, ``chat_template``, ``enable_thinking``, ...
+        chat_template: that of ``chat_template_kwargs``.
+        chat_template_name: a template by name, in its place: ``"chatml_format"``; ``"qwen"`` is the tokenizer's own.
         tokenizer_kwargs: arguments of ``AutoTokenizer.from_pretrained`` where ``tokenizer`` is a name.
         pad_output: write padded tensors (on the right; with the tokenizer's padding token, 0 for log-probabilities and
             masks, -1 for versions), in place of ragged ones.
@@ -108,6 +110,8 @@ class TransformersWrapper(EngineWrapper):
         log_prob_mode: LogProbMode = "sampled",
         generate_kwargs: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         pad_output: bool = False,
         num_samples: int | None = None,
@@ -147,7 +151,7 @@ class TransformersWrapper(EngineWrapper):
             pad_output=pad_output,
             num_samples=num_samples,
             inplace=num_samples is None if inplace is None else inplace,
-            template=chat_template_kwargs or {},
+            template=template_of(chat_template_kwargs, chat_template, chat_template_name),
             sampling=sampling_of(kwargs, log_prob_mode=log_prob_mode),
         )
         self.generate = generate

@@ -11,7 +11,7 @@ from rollwright.data.llm.turns import InputMode, LayoutName, LogProbMode
 from rollwright.modules.llm.engine import Engine
 from rollwright.modules.llm.sampling import sampling_of
 from rollwright.modules.llm.vllm_engine import VLLMEngine, import_vllm
-from rollwright.modules.llm.wrapper import EngineWrapper, Keys
+from rollwright.modules.llm.wrapper import EngineWrapper, Keys, template_of
 
 __all__ = ["vLLMWrapper"]
 
@@ -45,6 +45,8 @@ class vLLMWrapper(EngineWrapper):
         log_prob_mode: LogProbMode = "sampled",
         generate_kwargs: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
         pad_output: bool = False,
         num_samples: int | None = None,
         inplace: bool | None = None,
@@ -71,7 +73,7 @@ class vLLMWrapper(EngineWrapper):
             pad_output=pad_output,
             num_samples=num_samples,
             inplace=num_samples is None if inplace is None else inplace,
-            template=chat_template_kwargs or {},
+            template=template_of(chat_template_kwargs, chat_template, chat_template_name),
             sampling=sampling,
         )
         self.generate = True

@@ -19,10 +19,14 @@ from rollwright.modules.llm._rows import entry, rows_of, stacked, tokens_of, wri
 from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
 from rollwright.modules.llm.sampling import child_seed
 
-__all__ = ["EngineWrapper", "Keys"]
+__all__ = ["EngineWrapper", "Keys", "template_of"]
 
 _MODES: tuple[InputMode, ...] = ("history", "text", "tokens")
 _NOWHERE = Origin(0, 0, 0, 0, 0)
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,32 @@ class Prompt(NamedTuple):
     tokens: torch.Tensor
     text: str
     messages: Sequence[Message]
+
+
+def template_of(kwargs: Mapping[str, Any] | None, template: str | None, name: str | None) -> dict[str, Any]:
+    """Arguments of the chat template of a wrapper.
+
+    Args:
+        kwargs: its ``chat_template_kwargs``.
+        template: the text of a template.
+        name: ``"chatml_format"``, or ``"qwen"`` for that of the tokenizer; None: no name.
+
+    Raises:
+        ValueError: the name is unknown, or there are several templates.
+    """
+    if name not in (None, "chatml_format", "qwen"):
+        raise ValueError(
+            f"chat_template_name: expected 'chatml_format' or 'qwen', got {name!r}. Pass chat_template= for another."
+        )
+    found = dict(kwargs or {})
+    given = [found.get("chat_template"), template, _CHATML if name == "chatml_format" else None]
+    texts = [text for text in given if text is not None]
+    if len(texts) > 1:
+        raise ValueError(
+            "chat_template: expected one template, got several, of chat_template, chat_template_name and "
+            "chat_template_kwargs. Pass one of them."
+        )
+    return {**found, "chat_template": texts[0]} if texts else found
 
 
 class EngineWrapper(TensorDictModuleBase):
