@@ -42,13 +42,17 @@ class EverywhereOnce:
     These are the operations after a call of a function in C, the beginning of a function, and the end of a turn of a
     loop. What holds off signals holds off these.
 
+    Args:
+        after_all_calls: whether calls of functions in Python count, too. So it is where something has replaced the
+            evaluation of frames, as ``torch.compile`` does.
+
     Attributes:
         places: where it was pressed.
         pressed: whether it was, in the last block.
     """
 
-    def __init__(self):
-        self.places, self.pressed = set(), False
+    def __init__(self, *, after_all_calls=False):
+        self.places, self.pressed, self._after_all = set(), False, after_all_calls
         self._before = {}
 
     def __enter__(self):
@@ -60,7 +64,8 @@ class EverywhereOnce:
         sys.settrace(None)
 
     def _called(self, frame, event, arg):
-        self._before[id(frame.f_back)] = None  # a call of Python code
+        if not self._after_all:
+            self._before[id(frame.f_back)] = None
         if "/rollwright/" not in frame.f_code.co_filename:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False

@@ -101,18 +101,23 @@ class BaseCollector(Reachable, ABC):
         With a replay buffer, batches go there and None is returned each time; ``stats()["completed"]`` shows the end,
         as does ``next(collector)``, which raises ``StopIteration``.
         """
-        try:
-            return self.__next__()  # Python's next() is a call, after which Ctrl-C would lose a batch
-        except StopIteration:
-            return None
+        iterating = self._to_go_on()
+        for batch in iterating:  # there is no call, after which Ctrl-C would lose it
+            self._iterating = iterating
+            return batch
+        return None
 
     def __next__(self) -> TensorDictBase:
-        iterating = self.iterator() if self._iterating is None else self._iterating
-        self._iterating = None  # stays None at the end, and after an error, which ends a generator for good
-        for batch in cast("Iterator[TensorDictBase]", iterating):  # of None with a replay buffer, as in __iter__
+        iterating = self._to_go_on()
+        for batch in iterating:
             self._iterating = iterating
             return batch
         raise StopIteration
+
+    def _to_go_on(self) -> Iterator[TensorDictBase]:
+        """What the last call of :meth:`next` has left off; after its end or an error, a new one."""
+        iterating, self._iterating = self._iterating, None
+        return cast("Iterator[TensorDictBase]", self.iterator() if iterating is None else iterating)
 
     @abstractmethod
     def __len__(self) -> int:

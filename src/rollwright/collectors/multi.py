@@ -268,7 +268,7 @@ class MultiCollector(BaseCollector):
             self._schedule.raise_error()
             self._profile.started = True
             self._update_at_each_batch()
-            batch = None
+            taken: list[TensorDictBase | None] | None = []
             try:
                 with self._taking:
                     self._background.await_room()
@@ -278,16 +278,17 @@ class MultiCollector(BaseCollector):
                     elif not self._schedule.ready():
                         return
                     else:
-                        batch = self._schedule.next(shaped=self._shaped)
+                        self._schedule.next(shaped=self._shaped, into=taken)
                 if self.options.replay_buffer is not None:
                     await_publication(self.options.replay_buffer, lambda: self.closed)
             except BaseException:
-                if batch is not None:
+                for batch in taken or ():
                     self._schedule.put_back(batch)
                 rest_if_ending()
                 raise
             # No reference stays here: its memory is the consumer's alone. Nor is there a call, after which Ctrl-C would
-            # lose it.
+            # lose it; that is why it was not returned by one.
+            batch, taken = taken[0] if taken else None, None
             yield (batch, batch := None)[0]
 
     def _deliver_into_queue(self, stop: Callable[[], bool] = never) -> bool:

@@ -189,17 +189,25 @@ def test_ctrl_c_between_a_batch_and_its_consumer_loses_none(make, kind):
     assert check(batches).gaps == 0
 
 
+def in_a_loop(collector, batches):
+    for batch in collector:
+        batches.append(batch)
+        break
+
+
+def by_next(collector, batches):
+    batches.append(collector.next())
+
+
+@pytest.mark.parametrize("after_all_calls", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("take", [in_a_loop, by_next])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ctrl_c_at_any_place_of_a_call_loses_no_batch_and_doubles_none(make, kind):
-    collector, pressing, missed = (
-        make(kind, makers(), gain(), frames_per_batch=10, total_frames=-1),
-        EverywhereOnce(),
-        0,
-    )
-    batches = [collector.next()]
+def test_ctrl_c_at_any_place_of_a_call_loses_no_batch_and_doubles_none(make, kind, take, after_all_calls):
+    pressing = EverywhereOnce(after_all_calls=after_all_calls)
+    collector, batches, missed = make(kind, makers(), gain(), frames_per_batch=10, total_frames=-1), [], 0
     while missed < 15:  # places in branches that are rare
         with contextlib.suppress(KeyboardInterrupt), pressing:
-            batches.append(collector.next())
+            take(collector, batches)
         missed = 0 if pressing.pressed else missed + 1
     assert len(pressing.places) > 60
     batches += [collector.next() for _ in range(4)]

@@ -114,13 +114,19 @@ class Schedule:
                 return False
         return True
 
-    def next(self, stop: Callable[[], bool] = never, shaped: Callable[[Any], Any] = lambda made: made) -> Any:
+    def next(
+        self,
+        stop: Callable[[], bool] = never,
+        shaped: Callable[[Any], Any] = lambda made: made,
+        into: list[Any] | None = None,
+    ) -> Any:
         """What is delivered next (with a replay buffer: None), only after :meth:`ready`.
 
         Args:
             stop: asked again and again, whether to return without anything.
             shaped: what is done with it, before it counts as delivered. If it is interrupted, the batch is delivered
                 by the next call; if it raises, its rollouts may be lost.
+            into: gets it, too, before Ctrl-C is handled; who is interrupted then has to :meth:`put_back` it.
 
         Raises:
             WorkerError: a worker has failed.
@@ -141,18 +147,15 @@ class Schedule:
                         self._pending[:] = [each for each in self._pending if each is not pending]
                         self._lose(results)
                 raise
-            try:
-                with self._group.lock, uninterrupted:
-                    if self._pending and self._pending[-1] is pending:
-                        self._pending.pop()
-                        self._release(results)
-                        self._handed = [replace(result, block=None, rest=None) for result in results]
-                        self.batches += 1
-                        taken = True
-            except BaseException:  # the interrupt that was held off
-                if taken:
-                    self.put_back(found)
-                raise
+            with self._group.lock, uninterrupted:
+                if self._pending and self._pending[-1] is pending:
+                    self._pending.pop()
+                    self._release(results)
+                    self._handed = [replace(result, block=None, rest=None) for result in results]
+                    self.batches += 1
+                    taken = True
+                    if into is not None:
+                        into.append(found)
             if taken:
                 return found
             if not self.ready(stop):  # another thread has reset the workers meanwhile
