@@ -311,11 +311,13 @@ def test_transforms(name: str, chain: str, place: str, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_environments_that_go_on_after_their_end(rows: int, form: str) -> None:
-    policy = Policy(Rooms())
-    env = ours("Rooms") if rows == 1 else SerialEnv(rows, partial(ours, "Rooms"))
+@pytest.mark.parametrize("name", ["Rooms", "Pendulum-v1"])
+def test_environments_that_go_on_after_their_end(name: str, rows: int, form: str) -> None:
+    policy = Policy(made(name, **ENVS[name]))
+    make = partial(ours, name, **ENVS[name])
+    env = make() if rows == 1 else SerialEnv(rows, make)
     batches = run(env, policy.for_collector("module"), rows, reset_when_done=False, **FORMS[form])
-    by_hand = [GymRow(Rooms()) for _ in range(rows)]
+    by_hand = [GymRow(made(name, **ENVS[name])) for _ in range(rows)]
     compare(batches, collect(by_hand, policy.greedy, STEPS, seed=SEED, reset_when_done=False), rows)
 
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import gymnasium
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from torch import distributions, nn
 
 from rollwright.collectors import Collector
 from rollwright.collectors.rollout.paths import choice as path_choice
-from rollwright.envs import GymEnv, GymWrapper
+from rollwright.envs import (
+    Compose,
+    GymEnv,
+    GymWrapper,
+    InitTracker,
+    ParallelEnv,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+)
 from rollwright.errors import NotNative, PolicyError
 
 
@@ -241,3 +254,60 @@ def test_a_function_is_not_compiled_and_keeps_its_environment_on_arrays():
     assert collector.stats()["paths"]["env"].startswith("native")
     assert batch["count"].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
     collector.shutdown()
+
+
+# Environments that go on after their end -----------------------------------------------------------------------------
+
+
+def _going_on():
+    one = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
+
+    def chain():
+        return Compose(StepCounter(max_steps=9), RewardSum(), InitTracker())
+
+    vector = [partial(gymnasium.make, "CartPole-v1")] * 3
+    modes = {
+        f"vector, {mode.value}": lambda mode=mode: GymWrapper(
+            SyncVectorEnv(vector, autoreset_mode=mode), categorical_action_encoding=True
+        )
+        for mode in AutoresetMode
+    }
+    return {
+        "one": one,
+        "serial": lambda: SerialEnv(3, one),
+        "transformed": lambda: TransformedEnv(SerialEnv(3, one), chain()),
+        "transformed inside": lambda: SerialEnv(3, lambda: TransformedEnv(one(), chain())),
+        "parallel": lambda: ParallelEnv(3, one, num_processes=1),
+        **modes,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*You are calling 'step\\(\\)':UserWarning")
+@pytest.mark.parametrize("name", _going_on())
+def test_environments_that_go_on_after_their_end_are_stepped_on_arrays(make, same, name):
+    """With resets by hand between batches, of all and of some, and a state in the middle."""
+    found = []
+    for options in ({}, {"use_buffers": False}):
+        batches, state = [], None
+        for restored in (False, True):
+            env = _going_on()[name]()
+            collector = make(env, None, frames_per_batch=36, total_frames=180, reset_when_done=False, **options)
+            assert collector.stats()["paths"]["env"].startswith("plain" if options else "native")
+            if restored:
+                collector.load_state_dict(state)
+            else:
+                collector.set_seed(3)
+                torch.manual_seed(1)
+            for number in range(1 if restored else 0, 4):
+                batches.append(collector.next().clone())
+                if number == 0 and not restored:
+                    state = collector.state_dict()
+                if number == 1:
+                    collector.reset()
+                if number == 2 and env.ndim:
+                    collector.reset([0])
+            collector.shutdown()
+        found.append(batches)
+    assert any(bool((batch["next", "done"] & batch["done"]).any()) for batch in found[0])
+    for ours, plain in zip(*found, strict=True):
+        same(ours, plain)

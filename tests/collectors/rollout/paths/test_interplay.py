@@ -282,7 +282,11 @@ REASONS = {
     ),
     "type checks": (lambda: GymEnv("CartPole-v1", run_type_checks=True), {}, "run_type_checks"),
     "no buffers": (lambda: GymEnv("CartPole-v1"), {"use_buffers": False}, "use_buffers=False"),
-    "no reset": (lambda: GymEnv("CartPole-v1", num_envs=2), {"reset_when_done": False}, "reset_when_done=False"),
+    "no reset, compact": (
+        lambda: GymEnv("CartPole-v1", num_envs=2),
+        {"reset_when_done": False, "compact_obs": True},
+        "compact_obs=True with reset_when_done=False",
+    ),
 }
 
 

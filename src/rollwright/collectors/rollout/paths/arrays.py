@@ -55,7 +55,7 @@ class ArrayPath(Path):
         self.how = dict(how)
         env, options, device = parts.env, parts.options, parts.devices.storing
         self._env, self._arrays, self._steps, self._device = env, arrays, parts.steps, device
-        arrays.resets_ahead = True  # what ends is reset with the same step
+        self._resets = arrays.resets_ahead = options.reset_when_done  # what ends is reset with the same step
         # Without a device for batches, what a policy on a GPU writes is delivered there.
         acts = parts.devices.policy
         self._acts_device = acts if device is None and acts is not None and acts.type == "cuda" else None
@@ -114,7 +114,7 @@ class ArrayPath(Path):
             value = np.array(current.get(key).detach().cpu().numpy())
             if key == IDS:
                 self._ids = value
-            elif key not in FLAGS:
+            elif key not in FLAGS or (not self._resets and key in root):
                 entry = self._roots.get(key)
                 root[key] = value.reshape(self._batch)[()] if entry is not None and entry.column else value
         missing = [key for key in self._arrays.carried if key not in root]
@@ -146,8 +146,10 @@ class ArrayPath(Path):
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
         """See :meth:`Path.reset_some`."""
         if bool(marked.any()):
-            root = cast(Values, self._root)
-            self._root = reset_rows(self._arrays, root, self._no_flags, marked.numpy(), self._seen(root), **kwargs)
+            root, rows = cast(Values, self._root), marked.numpy()
+            self._root = fresh = reset_rows(self._arrays, root, self._no_flags, rows, self._seen(root), **kwargs)
+            if not self._resets:
+                fresh.update((flag, root[flag] & ~rows) for flag in self._no_flags)
 
     def _seen(self, root: Values) -> Values:
         """The root for transforms that see all of it."""
@@ -269,7 +271,9 @@ class ArrayPath(Path):
         self._following = self._continued = continued = {**root, **out}
         ended = out["done"]
         try:
-            if self._batch:
+            if not self._resets:
+                pass
+            elif self._batch:
                 if np.count_nonzero(ended):  # far cheaper than any()
                     self._following = reset_rows(self._arrays, continued, self._no_flags, ended, self._seen(continued))
             elif ended:
@@ -390,6 +394,7 @@ class ArrayPath(Path):
                 own=[*([IDS] if self._tracks_ids else []), *(VERSIONS if self._tracks_version else [])],
                 blank=self._blanks if self._acting is self._random else {},
                 done_follows=self._arrays.done_follows,
+                roots_have_flags=not self._resets,
             )
         self._acts, self._presets = layout.acts, layout.presets
         old, fields = self._block, layout.fields
@@ -468,7 +473,7 @@ class ArrayPath(Path):
         if self._arrays.done_follows:
             done, terminated, truncated = (block.rows(("next", flag))[times] for flag in FLAGS)
             np.logical_or(terminated, truncated, out=done)
-        for flag in self._arrays.root_flags:
+        for flag in self._arrays.root_flags if self._resets else ():
             block.rows(flag)[times] = False  # what ended was reset before the next step
         if self._tracks_version:
             block.rows(NEXT_VERSION)[times] = block.rows(VERSION)[times]

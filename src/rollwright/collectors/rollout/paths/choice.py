@@ -91,7 +91,7 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
         how["env"] += f"; {arrays.held_back}"
     number = parts.options.env_groups
     if number > 1 and flat is not None:
-        groups = _tried(against, "env", lambda: _groups(arrays, number))
+        groups = _tried(against, "env", lambda: _groups(parts, arrays))
         acting = None if groups is None else _tried(against, "policy", lambda: _acting(parts, groups, flat, actor))
         if groups is not None and acting is not None:
             how["env"] += f", in {number} groups that take turns"
@@ -206,10 +206,12 @@ def _roots(arrays: ArrayEnv) -> dict[NestedKey, Entry]:
     return {**arrays.carried, **dict.fromkeys(cast("tuple[NestedKey, ...]", arrays.root_flags), flag)}
 
 
-def _groups(arrays: ArrayEnv, number: int) -> list[ArrayEnv]:
+def _groups(parts: PathParts, arrays: ArrayEnv) -> list[ArrayEnv]:
     """Parts of a batch that hold what the whole does, in fewer rows."""
+    if not parts.options.reset_when_done:
+        raise NotNative("reset_when_done=False")
     try:
-        groups = arrays.groups(number)
+        groups = arrays.groups(parts.options.env_groups)
     except ValueError as error:  # of a transform that is bound to the size of the batch
         raise NotNative(str(error)) from error
     for group in groups:
@@ -369,8 +371,8 @@ def arrays_of(parts: PathParts) -> ArrayEnv:
         NotNative: it has none, or an option rules it out.
     """
     options = parts.options
-    if not options.reset_when_done:
-        raise NotNative("reset_when_done=False")
+    if not options.reset_when_done and options.compact_obs:
+        raise NotNative("compact_obs=True with reset_when_done=False")
     if options.use_buffers is False:
         raise NotNative("use_buffers=False")
     arrays = array_form(parts.env, objects=True, unfit=True)

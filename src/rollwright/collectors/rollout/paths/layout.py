@@ -47,6 +47,7 @@ def lay_out(
     own: Sequence[NestedKey],
     blank: Mapping[NestedKey, Form],
     done_follows: bool,
+    roots_have_flags: bool,
 ) -> BatchLayout:
     """Decide what goes where.
 
@@ -59,12 +60,13 @@ def lay_out(
         own: what the collector writes itself, int64 ``[*batch]``.
         blank: shape and dtype of what is zero in the whole batch.
         done_follows: whether ``done`` follows from the other flags, and is not written at each step.
+        roots_have_flags: whether flags of roots may be set, so that they are written at each step.
     """
     fields: dict[NestedKey, FrameField] = {}
     layout = BatchLayout(acts, [], fields, [], [], [])
     for key, entry in roots.items():
         fields[key] = _field(entry.shape, entry.dtype)
-        if key not in FLAGS:  # which follow from the rows of the batch
+        if key not in FLAGS or roots_have_flags:  # else they follow from the rows of the batch
             layout.roots.append((key, key, entry.column))
     for key, entry in outcomes.items():
         fields[below_next(key)] = _field(entry.shape, entry.dtype)
