@@ -29,7 +29,7 @@ from rollwright.envs._rollout import rand_step, rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.own.arrays import OwnArrays
-from rollwright.envs.utils import check_env_specs, check_has_action
+from rollwright.envs.utils import check_env_specs
 from rollwright.errors import EnvError, EnvKeyError, RollwrightError, text_of
 
 if TYPE_CHECKING:
@@ -292,7 +292,6 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Write random actions from the action spec."""
-        check_has_action("rand_action", self)
         if tensordict is None:
             tensordict = TensorDict({}, self.batch_size, device=self.device)
         spec = self.full_action_spec

@@ -174,20 +174,3 @@ def _check_rollout(env: EnvBase, real: TensorDictBase, *, check_dtype: bool) -> 
             check_entries(env, step, name, "a rollout", dtypes=check_dtype, domains=True)
         for name in ("observation", "reward", "done"):
             check_entries(env, step.get("next"), name, "a rollout, at 'next',", dtypes=check_dtype, domains=True)
-
-
-def check_has_action(name: str, env: EnvBase) -> None:
-    """Test that there is something to act with.
-
-    Args:
-        name: of the argument, for the message.
-        env: the environment.
-
-    Raises:
-        EnvError: it has no action.
-    """
-    if not env.action_keys:
-        raise EnvError(
-            f"{name}: expected an environment with an action, got {env}, whose action_spec is empty. Set it in the "
-            "constructor, for example self.action_spec = Categorical(2, shape=())."
-        )

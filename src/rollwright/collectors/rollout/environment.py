@@ -22,7 +22,6 @@ from rollwright.envs.llm.transforms import PolicyVersion, TurnHook, turn_hooks
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationWarning
 from rollwright.envs.transforms import Compose, StepCounter, TransformedEnv
-from rollwright.envs.utils import check_has_action
 from rollwright.errors import EnvError, NotNative
 
 __all__ = ["EnvMaker", "EnvMakers", "conversations_of", "making_env", "note_waits", "version_of"]
@@ -89,7 +88,11 @@ def _fitted(made: EnvBase, options: CollectorOptions) -> EnvBase:
     if made.is_closed:
         raise EnvError(f"create_env_fn: {made} is closed. {made.remedy_when_closed}.")
     _check_names(made, options)
-    check_has_action("create_env_fn", made)
+    if not made.action_keys:
+        raise EnvError(
+            f"create_env_fn: expected an environment with an action, got {made}, whose action_spec is empty. Set it in "
+            "the constructor, for example self.action_spec = Categorical(2, shape=())."
+        )
     _share_data(made, options)
     device = options.env_device or options.device
     env = made if device is None else made.to(device)
