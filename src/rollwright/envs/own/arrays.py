@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["OwnArrays", "OwnRows"]
 
 Method = Callable[..., Any]
-_HERE = "rollwright."
+_HERE, _TESTING = "rollwright.", "rollwright.testing."
 _SPECS = ("observation", "action", "reward", "done", "state")
 
 
@@ -384,7 +384,7 @@ def _refuse_others(env: EnvBase, known: type[EnvBase]) -> None:
         NotNative: it is another one.
     """
     kinds = type(env).__mro__[: type(env).__mro__.index(known)]
-    if any(kind.__module__.startswith(_HERE) for kind in kinds):
+    if any(kind.__module__.startswith(_HERE) and not kind.__module__.startswith(_TESTING) for kind in kinds):
         raise NotNative(f"{type(env).__name__} speaks TensorDict")
     refuse_overrides(env, known, but=("_step", "_reset"))
     others = {

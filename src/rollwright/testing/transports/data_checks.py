@@ -63,7 +63,6 @@ def reshaped(trial: Trial) -> None:
 
 def entries(trial: Trial) -> None:
     """So do entries of every kind, of the environment and the policy, or which a ``postproc`` or a hook changes."""
-    _compare(trial, of.ragged, of.counting)
     for dim in (None, 0, -1):
         _compare(trial, of.numbered, of.sampling, postproc=_every_kind, cat_results=dim)
     _compare(trial, of.several, of.sampling, post_collect_hook=_every_kind)
@@ -79,6 +78,7 @@ def entries(trial: Trial) -> None:
         for number, (batch, expected) in enumerate(zip(collector, wanted, strict=True)):
             _expect_equal(batch, expected, f"{change.__name__}, batch {number}")
         collector.shutdown()
+    _compare(trial, of.ragged, of.counting)
 
 
 @tensorclass
