@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 import warnings
 from functools import partial
 
@@ -292,46 +293,44 @@ def test_replaced_workers_go_on_behind_what_was_delivered(mode, where):
 
 
 class Waits(Talks):
-    """Waits in its first reply until somebody writes to a pipe."""
+    """Waits in its first reply until there is a file."""
 
     def __init__(self, row):
         super().__init__(row)
-        self.pipe = row["pipe"]
+        self.gate = row["gate"]
 
     def reply(self, messages):
-        if self.pipe:
-            with open(self.pipe) as pipe:
-                pipe.read()
-            self.pipe = None
+        if self.gate:
+            while not os.path.exists(self.gate):
+                time.sleep(5e-3)
+            self.gate = None
         return super().reply(messages)
 
 
-def waiting_chat(number, pipe):
-    rows = [{"text": f"{number}:{'x' * (1 + each)}", "turns": 2, "pipe": None} for each in range(6)]
-    rows[0]["pipe"] = pipe if number == 0 else None
+def waiting_chat(number, gate):
+    rows = [{"text": f"{number}:{'x' * (1 + each)}", "turns": 2, "gate": None} for each in range(6)]
+    rows[0]["gate"] = gate if number == 0 else None
     return ChatEnv.from_dataloader(rows, input_mode="text", environment=Waits, epochs=1, batch_size=1)
 
 
-def waiting_pool(pipe):
-    return AsyncEnvPool([partial(waiting_chat, number, pipe) for number in range(3)], backend="threading", stack="lazy")
+def waiting_pool(gate):
+    return AsyncEnvPool([partial(waiting_chat, number, gate) for number in range(3)], backend="threading", stack="lazy")
 
 
 @pytest.mark.filterwarnings("ignore:.*It is replaced")
 @pytest.mark.parametrize("mode", ["turns", "conversations"])
 @pytest.mark.parametrize("killed", [False, True])
 def test_batches_of_a_worker_that_may_be_replaced_wait_for_no_step(mode, killed, tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
+    gate = tmp_path / "gate"
     options = {"dialog_turns_per_batch": 4} if mode == "turns" else {"trajs_per_batch": 1}
     options |= {"on_worker_failure": "restart", "restart_delay": 0.0, "num_collectors": 1}
-    with LLMCollector(partial(waiting_pool, str(pipe)), policy_factory=lambda: answer, **options) as collector:
+    with LLMCollector(partial(waiting_pool, str(gate)), policy_factory=lambda: answer, **options) as collector:
         found = [name for _ in range(6) for name in names(collector.next())]
         assert {name[0] for name in found} == {1, 2}
         if killed:
             os.kill(collector.stats()["workers"][0]["pid"], signal.SIGKILL)
             found += names(collector.next())
-        with open(pipe, "w"):
-            pass
+        gate.touch()
         found += [name for batch in collector for name in names(batch)]
     assert sorted(found) == [
         (index, prompt, 0, 0, turn) for index in range(3) for prompt in range(6) for turn in range(3)
