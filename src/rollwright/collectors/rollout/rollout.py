@@ -418,7 +418,7 @@ class Rollout:
         self.start_trajectories()
 
     def _open(self, random: bool) -> None:
-        self.episodes.begin()
+        self.episodes.begin(self.frames // self.num_rows)
         if self._to_compile:
             self._compile_policy()
         if random:

@@ -82,13 +82,14 @@ class EpisodeStats:
         self._returns: deque[float] = deque(maxlen=window)
         self._lengths: deque[int] = deque(maxlen=window)
         self._ended_at: deque[float] = deque(maxlen=window)  # by time.monotonic(), which processes of a machine share
-        self._begun_at = time.monotonic()
+        self._ended_in: deque[int] = deque(maxlen=window)  # number of the step
+        self._begun_at, self._num_steps = time.monotonic(), 0
         self._open_return: np.ndarray[Any, np.dtype[np.float64]] | None = None
         self._open_length: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
-    def begin(self) -> None:
-        """A batch begins."""
-        self._begun_at = time.monotonic()
+    def begin(self, num_steps: int) -> None:
+        """A batch begins, after so many steps."""
+        self._begun_at, self._num_steps = time.monotonic(), num_steps
 
     def update(self, rewards: Any, ended: Any, were_reset: Any) -> None:
         """Count the frames of one batch.
@@ -121,8 +122,9 @@ class EpisodeStats:
         order = np.argsort(last[closed] % steps, kind="stable")[-(self._returns.maxlen or 0) :]
         self._returns.extend(returns[closed][order].tolist())
         self._lengths.extend(lengths[closed][order].tolist())
-        elapsed = time.monotonic() - self._begun_at
-        self._ended_at.extend((self._begun_at + elapsed * (last[closed][order] % steps + 1) / steps).tolist())
+        elapsed, taken = time.monotonic() - self._begun_at, last[closed][order] % steps + 1
+        self._ended_at.extend((self._begun_at + elapsed * taken / steps).tolist())
+        self._ended_in.extend((self._num_steps + taken).tolist())
         self.episodes += len(ends)
         self._open_return[:] = self._open_length[:] = 0
         self._open_return[env[~closed]] = returns[~closed]
@@ -133,6 +135,7 @@ class EpisodeStats:
         self._returns.extend(each for each, _ in ended)
         self._lengths.extend(length for _, length in ended)
         self._ended_at.extend([time.monotonic()] * len(ended))
+        self._ended_in.extend([self._num_steps] * len(ended))
         self.episodes += len(ended)
 
     def update_from(
@@ -152,7 +155,7 @@ class EpisodeStats:
         """The same, which further episodes do not change."""
         other = copy.copy(self)
         other._returns, other._lengths = self._returns.copy(), self._lengths.copy()
-        other._ended_at = self._ended_at.copy()
+        other._ended_at, other._ended_in = self._ended_at.copy(), self._ended_in.copy()
         opened, steps = self._open_return, self._open_length
         other._open_return = None if opened is None else opened.copy()
         other._open_length = None if steps is None else steps.copy()
@@ -181,15 +184,18 @@ class EpisodeStats:
             held.clear()
             held.extend(state_dict[name])
         self._ended_at.clear()
+        self._ended_in.clear()
         now, count = time.monotonic(), len(self._returns)
         self._ended_at.extend(now - age_s for age_s in range(count, 0, -1))  # in turn with those of other workers
+        self._ended_in.extend(range(-count, 0))
         opened, steps = (state_dict[name] if goes_on else None for name in ("open_return", "open_length"))
         self._open_return = None if opened is None else opened.numpy().copy()
         self._open_length = None if steps is None else steps.numpy().copy()
 
     def rows(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return, length and time of the end of each episode that means are taken over, ``[n, 3]``."""
-        return np.array([*zip(self._returns, self._lengths, self._ended_at, strict=True)]).reshape(-1, 3)
+        """Return, length, and time and step of the end of each episode that means are taken over, ``[n, 4]``."""
+        columns = self._returns, self._lengths, self._ended_at, self._ended_in
+        return np.array([*zip(*columns, strict=True)], np.float64).reshape(-1, 4)
 
     def summary(self) -> dict[str, Any]:
         """Counts and means, as JSON knows them."""

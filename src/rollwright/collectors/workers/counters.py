@@ -73,7 +73,7 @@ class WorkerState(IntEnum):
 
 
 _NUMBERS = 512  # bytes
-_PAGE = _NUMBERS + 24 * NUM_EPISODES
+_PAGE = _NUMBERS + 32 * NUM_EPISODES
 
 
 class WorkerCounters:
@@ -102,7 +102,7 @@ class WorkerCounters:
         self.page = memory = segment.map(start, _PAGE)[:_PAGE]
         self.counts: Any = memory[: _NUMBERS // 2].cast("q")
         self.gauges: Any = memory[_NUMBERS // 2 : _NUMBERS].cast("d")
-        self.episodes = np.frombuffer(memory, np.float64, offset=_NUMBERS).reshape(NUM_EPISODES, 3)
+        self.episodes = np.frombuffer(memory, np.float64, offset=_NUMBERS).reshape(NUM_EPISODES, 4)
 
     def call_attention(self) -> None:
         """Make the worker read its messages after the current step."""

@@ -38,7 +38,7 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
     group.look()
     workers = [_of_worker(group, index) for index in range(len(group.workers))]
     counters = [worker.counters for worker in group.workers]
-    latest = last_episodes(counters)
+    latest = last_episodes(counters, in_step=schedule.strategy.in_step)
     seconds = {name: sum(worker["seconds"][name] for worker in workers) for name in counters[0].seconds()}
     busiest = max(worker["seconds"]["total"] + worker["seconds"]["wait"] for worker in workers)
     held = schedule.store.num_borrowed
@@ -111,11 +111,19 @@ def _of_worker(group: WorkerGroup, index: int) -> dict[str, Any]:
     }
 
 
-def last_episodes(counters: Sequence[WorkerCounters]) -> NDArray[np.float64]:
-    """The episodes of all workers that ended last, as many as one process takes means over, in the order of time."""
+def last_episodes(counters: Sequence[WorkerCounters], *, in_step: bool) -> NDArray[np.float64]:
+    """The episodes of all workers that ended last, as many as one process takes means over.
+
+    Args:
+        counters: of the workers.
+        in_step: whether workers take their steps together, so that the step counts and no clock, as in one process.
+
+    Returns:
+        Rows of :meth:`~rollwright.collectors.rollout.stats.EpisodeStats.rows`, the last one at the end.
+    """
     rows = np.concatenate([of_worker.episodes for of_worker in counters])
     rows = rows[rows[:, 2] > 0]
-    return rows[np.argsort(rows[:, 2], kind="stable")[-NUM_EPISODES:]]
+    return rows[np.argsort(rows[:, 3 if in_step else 2], kind="stable")[-NUM_EPISODES:]]
 
 
 def select_workers(found: dict[str, Any], workers: WorkerStats) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class FirstCome(Strategy):
 
     awaits = "a rollout of any worker"
     loses_what_fails = False
+    in_step = False
 
     def __init__(self, orders: Orders, staleness: Staleness, *, stored: bool) -> None:
         self._orders, self._workers, self._staleness = orders, orders.group.workers, staleness

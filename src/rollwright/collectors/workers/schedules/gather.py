@@ -28,6 +28,7 @@ class Gather(Strategy):
 
     awaits = "rollouts of all workers"
     loses_what_fails = True
+    in_step = True
 
     def __init__(self, orders: Orders, *, join: Join, least: int) -> None:
         self._orders, self._workers, self._join, self._least = orders, orders.group.workers, join, least

@@ -21,10 +21,12 @@ class Strategy(ABC):
     Attributes:
         awaits: what :meth:`ready` waits for, for messages.
         loses_what_fails: whether rollouts of a batch that could not be made are lost, and their workers restart.
+        in_step: whether all workers take the same number of steps.
     """
 
     awaits: str
     loses_what_fails: bool
+    in_step: bool
 
     @abstractmethod
     def ask(self) -> None:
