@@ -135,6 +135,7 @@ class WorkerGroup:
             TimeoutError: it takes too long.
             WorkerError: a worker could not be started.
         """
+        self._warn()  # of what others have found out meanwhile: there may be nothing to wait for
         return self._shared.wait(until, timeout_s, what, abandon=abandon, report=self._warn)
 
     def _warn(self) -> None:
