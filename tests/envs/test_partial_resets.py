@@ -476,6 +476,15 @@ def test_the_data_of_rows_without_a_mark_are_an_error_where_nobody_knows_them() 
     collector.shutdown()
 
 
+def test_flags_of_rows_without_a_mark_follow_from_others_that_are_given() -> None:
+    env = SerialEnv(2, cartpole)
+    flags = {"done": torch.tensor([[False], [True]]), "_reset": torch.tensor([[True], [False]])}
+    begun = env.reset(TensorDict({"observation": torch.ones(2, 4), **flags}, [2]))  # nobody has reset it before
+    assert begun["observation"][1].tolist() == [1.0] * 4
+    assert begun["done"].flatten().tolist() == begun["terminated"].flatten().tolist() == [False, True]
+    assert not bool(begun["truncated"].any())
+
+
 def test_environments_of_a_pool_that_are_sent_to_alone_leave_nothing_to_go_on_with() -> None:
     env = AsyncEnvPool([cartpole] * 2)
     env.async_step_send(env.rand_action(env.reset())[:1], env_index=[0])

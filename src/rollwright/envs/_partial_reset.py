@@ -8,6 +8,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensorclass
 
 from rollwright._keys import key_str, leaf_keys, without
+from rollwright.data.layout import complete_done
 from rollwright.errors import EnvError
 
 if TYPE_CHECKING:
@@ -81,8 +82,12 @@ def with_kept(env: EnvBase, td: TensorDictBase, masks: Masks | None, last: LastS
     """
     if masks is None or all(bool(mask.all()) for mask in masks.values()):
         return td
-    given = set(leaf_keys(td))
-    missing = [key for key in (*env.observation_keys, *env.done_keys) if key not in given]
+    given, wanted = set(leaf_keys(td)), (*env.observation_keys, *env.done_keys)
+    if not given.issuperset(env.done_keys):  # they may follow from those that are there
+        td = td.copy()
+        complete_done(td, env.done_groups)
+        given = set(leaf_keys(td))
+    missing = [key for key in wanted if key not in given]
     if not missing:
         return td
     known = last.following(env)
