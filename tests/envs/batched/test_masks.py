@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from functools import partial
 
 import cloudpickle
@@ -16,6 +17,7 @@ from tensordict.nn import TensorDictModule
 
 from rollwright.collectors import Collector, RandomPolicy
 from rollwright.data import Bounded, Categorical, Composite, Unbounded
+from rollwright.data.specs.discrete import DiscreteSpec
 from rollwright.envs import (
     ActionMask,
     AsyncEnvPool,
@@ -224,3 +226,31 @@ def test_specs_that_are_copied_keep_the_mask_of_then():
     assert kept.mask.int().argmax(-1).tolist() == [0, 1]
     assert env.action_spec.mask.int().argmax(-1).tolist() == [1, 2]
     assert cloudpickle.loads(cloudpickle.dumps(kept)).mask.equal(kept.mask)
+
+
+def test_no_mask_is_looked_for_where_no_spec_has_had_one(monkeypatch):
+    monkeypatch.setattr(DiscreteSpec, "_are_masked", False)
+    spec = Categorical(N, shape=())
+    spec.follow_mask(pytest.fail)
+    assert spec.mask is None
+    other = Categorical(N, shape=())
+    other.update_mask([True] * N)
+    spec.follow_mask(lambda: other.mask)
+    assert spec.mask.all()
+
+
+def test_masks_of_specs_from_another_process_are_looked_for(monkeypatch):
+    spec = Categorical(N, shape=())
+    spec.update_mask([True] * N)
+    pickled = pickle.dumps(spec)
+    monkeypatch.setattr(DiscreteSpec, "_are_masked", False)
+    found, follower = pickle.loads(pickled), Categorical(N, shape=())
+    follower.follow_mask(lambda: found.mask)
+    assert follower.mask.all()
+
+
+def test_specs_that_were_pickled_when_their_mask_was_an_attribute_keep_it():
+    spec, mask = Categorical(N, shape=()), torch.eye(N, dtype=torch.bool)[2]
+    spec.__setstate__({**{name: value for name, value in vars(spec).items() if name != "_mask"}, "mask": mask})
+    assert torch.equal(spec.mask, mask)
+    assert spec.rand() == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,17 +41,22 @@ class DiscreteSpec(DenseSpec):
 
     start: Any
 
+    _are_masked: ClassVar[bool] = False  # whether any spec of this process has had a mask: if not, none is looked for
     _mask: Tensor | None = None
     _find_mask: Callable[[], Tensor | None] | None = None
 
     @property
     def mask(self) -> Tensor | None:
         """Which outcomes are allowed, bool, of the shape of a one-hot sample; None: all."""
-        return self._mask if self._find_mask is None else self._find_mask()
+        if self._find_mask is None:
+            return self._mask
+        return self._find_mask() if DiscreteSpec._are_masked else None
 
     @mask.setter
     def mask(self, mask: Tensor | None) -> None:
         self._mask, self._find_mask = mask, None
+        if mask is not None:
+            DiscreteSpec._are_masked = True
 
     def follow_mask(self, find: Callable[[], Tensor | None]) -> None:
         """Have the mask that ``find()`` returns, whenever it is read, until one is set; copies have the one of now."""
@@ -73,6 +78,10 @@ class DiscreteSpec(DenseSpec):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_mask": self.mask, "_find_mask": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.mask = self.__dict__.pop("mask", self._mask)  # of versions that had no other name for it
 
     @property
     @abc.abstractmethod
