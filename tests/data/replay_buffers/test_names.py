@@ -120,6 +120,17 @@ class Named(gymnasium.Env):
         return self.reset()[0], 1.0, False, False, {}
 
 
+class Marked(Named):
+    """Observes flags of whole numbers."""
+
+    def __init__(self) -> None:
+        self.observation_space = gymnasium.spaces.Dict(is_init=gymnasium.spaces.Box(0, 1, (1,), np.uint8))
+        self.action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return {"is_init": np.zeros(1, np.uint8)}, {}
+
+
 def collect(env, buffer):
     collector = Collector(env, None, frames_per_batch=10, total_frames=10, replay_buffer=buffer)
     for _ in collector:
@@ -159,3 +170,13 @@ def test_entries_of_private_names_are_said_once_by_workers():
     assert len(caught) == 1
     assert all("_hidden" not in batch.keys() for batch in collector)  # noqa: SIM118
     collector.shutdown()
+
+
+def test_flags_of_whole_numbers_are_marked_in_data_and_collected_alike():
+    data = TensorDict({"is_init": torch.zeros(6, 1, dtype=torch.uint8), "episode": torch.zeros(6).long()}, [6])
+    buffer = slices()
+    buffer.extend(data)
+    options = {"storage": LazyTensorStorage(20), "sampler": SliceSampler(slice_len=2), "batch_size": 4}
+    for batch in (buffer.sample(), collect(GymWrapper(Marked()), ReplayBuffer(**options))):
+        assert batch["is_init"].dtype == torch.uint8
+        assert batch["is_init"].any()

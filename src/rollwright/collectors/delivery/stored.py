@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
@@ -25,6 +24,7 @@ from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import placed, td_from, td_state
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.replay_buffers import SampleToInsertRatio
+from rollwright.data.replay_buffers.samplers.slices import FLAG_DTYPES
 from rollwright.data.replay_buffers.storages.batches import no_objects
 from rollwright.data.specs import Composite, NonTensor
 
@@ -88,7 +88,7 @@ class Stored(RolloutDelivery):
                     "environment, or use a ReplayBuffer."
                 )
             flag = getattr(getattr(member, "sampler", None), "init_key", None)
-            if flag in env.observation_keys and env.full_observation_spec[flag].dtype != torch.bool:
+            if flag in env.observation_keys and env.full_observation_spec[flag].dtype not in FLAG_DTYPES:
                 raise ValueError(
                     f"replay_buffer: the environment observes {flag!r}, which its sampler of slices marks their first "
                     "steps with. Rename it, by a RenameTransform of the environment, or pass the sampler another "

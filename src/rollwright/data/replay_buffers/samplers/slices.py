@@ -25,8 +25,10 @@ from rollwright.data.replay_buffers.storages.batches import positive
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.keywords import SliceKeywords
 
-__all__ = ["SliceSampler", "SliceSamplerWithoutReplacement"]
+__all__ = ["FLAG_DTYPES", "SliceSampler", "SliceSamplerWithoutReplacement"]
 
+FLAG_DTYPES = (torch.bool, torch.uint8)
+"""Of an entry that marks where slices begin."""
 Index = NDArray[np.int64]
 Margin = bool | int | tuple[bool | int, bool | int]
 
@@ -380,7 +382,7 @@ def _span(span: Margin, slice_len: int | None) -> tuple[bool | int, bool | int]:
 
 def _check_flag(key: NestedKey, flag: Any) -> None:
     """Test that an entry is one of flags, or is not there."""
-    if flag is not None and getattr(flag, "dtype", None) not in (torch.bool, torch.uint8):
+    if flag is not None and getattr(flag, "dtype", None) not in FLAG_DTYPES:
         raise ValueError(
             f"init_key: expected {key!r} to hold flags (bool), which mark where slices begin, got "
             f"{getattr(flag, 'dtype', type(flag).__name__)}. Rename that entry, or pass another init_key (None: none)."
