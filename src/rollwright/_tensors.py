@@ -26,5 +26,7 @@ def device_of(td: TensorDictBase) -> torch.device:
         td = td.tensordicts[0]
     if td.device is not None:
         return td.device
-    first = next((value for value in td.values(True, True) if isinstance(value, torch.Tensor)), None)
+    first = next((value for value in td.values() if isinstance(value, torch.Tensor)), None)
+    if first is None:  # dearer
+        first = next((value for value in td.values(True, True) if isinstance(value, torch.Tensor)), None)
     return torch.device("cpu") if first is None else first.device

@@ -365,7 +365,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def moment(self) -> object:
         """Differs once somebody has reset or stepped the environment, or one that it is made of."""
-        return self.num_uses
+        return self.__dict__.get("_num_uses", 0)
 
     def note_use(self) -> None:
         """Somebody is going to reset or step the environment: others cannot go on with their trajectories."""

@@ -225,8 +225,9 @@ def check_names(name: str, data: Any, own: Iterable[str]) -> None:
     for td in data if isinstance(data, list) else (data,):
         while isinstance(td, LazyStackedTensorDict):
             td = td.tensordicts[0]
-        for key in own if isinstance(td, TensorDictBase) else ():
-            value = td.get(key, None) if key in _OWN else None
+        there = td.keys() if isinstance(td, TensorDictBase) else ()
+        for key in own:
+            value = td.get(key) if key in there and key in _OWN else None
             if value is not None and not _is_of_a_buffer(td, key, value):
                 form = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ValueError(
