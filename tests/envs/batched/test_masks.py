@@ -28,6 +28,7 @@ from rollwright.envs import (
     StepCounter,
     TransformedEnv,
 )
+from rollwright.envs.checkpoint import load_env, save_env
 
 N = 5
 
@@ -254,3 +255,26 @@ def test_specs_that_were_pickled_when_their_mask_was_an_attribute_keep_it():
     spec.__setstate__({**{name: value for name, value in vars(spec).items() if name != "_mask"}, "mask": mask})
     assert torch.equal(spec.mask, mask)
     assert spec.rand() == 2
+
+
+@pytest.mark.parametrize("saved", ["none", "theirs"])
+def test_masks_go_on_to_follow_after_a_state_of_all_masks_was_loaded(saved, monkeypatch):
+    def make():
+        return TransformedEnv(SerialEnv(2, [partial(OneAllowed, place) for place in (0, 1)]), StepCounter())
+
+    env = make()
+    env.rollout(3)
+    with monkeypatch.context() as before:
+        before.setattr(DiscreteSpec, "follows_mask", False)  # as in versions whose batches had no masks, or shared them
+        state = save_env(env).state
+    if saved == "none":
+        followed = save_env(env).state["masks"]
+        state["masks"] = {name: followed.get(name) for name in state["masks"]}
+    other = make()
+    load_env(other, state)
+    data = other.rollout(5)
+    assert torch.equal(data["action"], data["allowed"].long().argmax(-1))
+    other.base_env.action_spec.update_mask([True] * N)
+    third = make()
+    load_env(third, save_env(other).state)
+    assert third.base_env.action_spec.mask.all()

@@ -195,9 +195,7 @@ def _load(env: EnvBase, state: Mapping[str, Any], state_dict: Mapping[str, Any] 
     if state_dict is not None:
         env.load_state_dict(state_dict, **kwargs)
         _put_tensors(parts, state["tensors"])  # a state_dict is live: it may be of a later time
-    for name, spec in _choices(parts):
-        if name in state["masks"]:
-            spec.mask = _copied(state["masks"][name])
+    _put_masks(parts, state["masks"])
     try:
         content = load(state["attributes"].cpu().numpy().tobytes(), _by_name(parts))
     except Exception as error:
@@ -340,6 +338,15 @@ def _specs(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, TensorSpec]]:
 def _choices(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, DiscreteSpec]]:
     """Specs that may have a mask, by name."""
     return ((name, spec) for name, spec in _specs(parts) if isinstance(spec, DiscreteSpec))
+
+
+def _put_masks(parts: Mapping[str, nn.Module], saved: Mapping[str, Tensor | None]) -> None:
+    """Set masks; one that follows that of another spec goes on to, unless it was set to something else."""
+    found = [(spec, saved[name], spec.follows_mask) for name, spec in _choices(parts) if name in saved]
+    for spec, mask, follows in sorted(found, key=lambda each: each[2]):  # in older states, all are saved
+        now = spec.mask if follows and mask is not None else None
+        if not follows or not (mask is None or (now is not None and torch.equal(now.cpu(), mask.cpu()))):
+            spec.mask = _copied(mask)
 
 
 def _copied(tensor: Tensor | None) -> Tensor | None:
