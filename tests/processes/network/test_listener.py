@@ -98,7 +98,8 @@ def test_200_hosts_that_join_at_once_over_a_delay_are_all_let_in(served, monkeyp
     for end in joined:
         end.close()
     assert not failed
-    assert len(joined) == len(served.let_in) == 200
+    assert len(joined) == 200
+    assert eventually(lambda: len(served.let_in) == 200)
 
 
 @pytest.mark.parametrize("said", [b"", b"\x00\x00", b"GET / HTTP/1.1\r\n\r\n"], ids=["nothing", "half", "garbage"])
@@ -116,7 +117,7 @@ def test_who_is_silent_does_not_lock_out_a_true_host(served, dial):
     dial(_MOST_PENDING + 20)
     before = served.num_reads
     end = connect_to(served.address, SECRET, {}, LIMIT_S)
-    assert len(served.let_in) == 1
+    assert eventually(lambda: len(served.let_in) == 1)  # noted behind the answer
     assert "said nothing while others waited" in served.refused
     assert served.num_reads - before < 4 * _MOST_PENDING  # it does not spin over those that wait
     end.close()
