@@ -65,7 +65,7 @@ def test_a_reset_that_takes_too_long(make, kind):
 
 
 class Gated(CountingEnv):
-    """Has no array path; its first step lasts until a file is there."""
+    """Its first step lasts until a file is there."""
 
     gate: str
 
@@ -79,7 +79,7 @@ def test_a_worker_that_waits_for_memory_while_the_consumer_is_busy_is_not_stuck(
     gate = str(tmp_path / "gate")
 
     def gated():
-        env = Gated()
+        env = Gated(run_type_checks=True)  # not on arrays
         env.gate = gate
         return env
 
