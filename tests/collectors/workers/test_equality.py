@@ -46,6 +46,8 @@ CASES = {
     "limits": ([tally] * 2, sampling, {"max_frames_per_traj": 4, "track_policy_version": True}),
     "cut": ([tally] * 2, sampling, {"set_truncated": True}),
     "anew": ([tally] * 2, sampling, {"reset_at_each_iter": True}),
+    "going on": ([tally] * 2, sampling, {"reset_when_done": False}),
+    "going on, several": ([partial(tallies, num_envs=4)] * 2, sampling, {"reset_when_done": False}),
     "compact": ([tally] * 2, sampling, {"compact_obs": True}),
     "lists": ([tally] * 2, sampling, {"use_buffers": False}),
     "postproc": ([tally] * 2, sampling, {"postproc": lambda td: td.set("twice", 2 * td["next", "reward"])}),

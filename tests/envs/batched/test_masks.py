@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
+from typing import Any
 
 import cloudpickle
 import gymnasium
@@ -132,6 +133,22 @@ def test_collected_random_actions_keep_to_the_masks_of_the_environments(name, us
             check(batch)
     finally:
         collector.shutdown()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("given", ["random", "policy of another environment", "made in the worker"])
+def test_workers_keep_to_the_masks_of_their_environments(given, sync):
+    other = SerialEnv(3, makers())
+    other.rollout(3)
+    make = partial(RandomPolicy, other.full_action_spec)
+    options: dict[str, Any] = {"policy_factory": make} if given == "made in the worker" else {}
+    policy = make() if given == "policy of another environment" else None
+    env = partial(SerialEnv, 3, makers())
+    with Collector(
+        env, policy, num_collectors=2, sync=sync, frames_per_batch=36, total_frames=72, **options
+    ) as workers:
+        for batch in workers:
+            check(batch)
 
 
 @pytest.mark.parametrize("given", ["batch", "one"])
