@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -20,6 +21,7 @@ __all__ = [
     "in_shared_memory",
     "left_behind",
     "num_fds",
+    "open_files",
     "num_shared_mappings",
     "shm_entries",
     "strangers",
@@ -91,6 +93,15 @@ def alive(pid: int) -> bool:
 def gone(pids: list[int], limit_s: float = 5.0) -> bool:
     """Whether processes end within the limit."""
     return wait_until(lambda: not any(alive(pid) for pid in pids), limit_s)
+
+
+def open_files() -> set[str]:
+    """What each file descriptor of this process stands for: told apart, where numbers are given out again."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return found
 
 
 def num_fds() -> int:
