@@ -188,7 +188,7 @@ class DenseSpec(LeafSpec):
         return torch.ones(self._sizes(shape), dtype=self.dtype, device=self.device)
 
     def _sizes(self, shape: ShapeLike) -> tuple[int, ...]:
-        return (*as_size(shape), *self._safe_shape)
+        return (*as_size(shape), *[size if size >= 0 else 1 for size in self.shape])
 
     def is_in(self, val: Any) -> bool:
         """Whether ``val`` is a tensor of the dtype whose shape ends in the spec's, in the domain."""

@@ -332,31 +332,23 @@ class WriteIndex:
         self.dtype = np.dtype(leaf.space.dtype)
         self.one_hot = _is_one_hot(leaf.spec)
         self.as_int = not self.raw_shape
+        self.kinds = ("biufc", "") if self.one_hot else ("biu", "integers")
         self.limits = self.nvec.astype(np.uint64)
         self.shifted = bool(self.start.any())
         self.first, self.choices = (int(self.start), int(self.nvec)) if self.as_int else (0, 0)
 
     def __call__(self, array: NDArray[Any]) -> Any:
-        if self.as_int and not self.one_hot and array.shape == () and array.dtype.kind in "iub":  # as a rule
-            place = int(array)
-            if 0 <= place < self.choices:
-                return place + self.first
-        _check_form(array, self.shape, *(() if self.one_hot else ("biu", "integers")))
-        if self.as_int:
-            return self._one(array) + self.first
-        index = self._place_of_one(array) if self.one_hot else self._in_range(array)
-        return (index + self.start if self.shifted else index).astype(self.dtype, copy=False)
-
-    def _one(self, array: NDArray[Any]) -> int:
-        """The index of a single choice, from 0."""
+        if array.shape != self.shape or array.dtype.kind not in self.kinds[0]:
+            _check_form(array, self.shape, *self.kinds)
+        if not self.as_int:
+            index = self._place_of_one(array) if self.one_hot else self._in_range(array)
+            return (index + self.start if self.shifted else index).astype(self.dtype, copy=False)
         if not self.one_hot:
-            if array.dtype.kind in "iub" and 0 <= (index := int(array)) < self.choices:
-                return index
-            return int(self._in_range(array))
+            place = int(array)
+            return (place if 0 <= place < self.choices else int(self._in_range(array))) + self.first
         (hot,) = array.nonzero()
-        if len(hot) != 1 or array[hot[0]] != 1:
-            return int(self._place_of_largest(array, array))
-        return int(hot[0])
+        found = len(hot) == 1 and array[hot[0]] == 1
+        return int(hot[0] if found else self._place_of_largest(array, array)) + self.first
 
     def _place_of_one(self, array: NDArray[Any]) -> NDArray[Any]:
         if self.nvec.ndim == 0:  # the same as below, of one block

@@ -186,9 +186,18 @@ class GymWrapper(InfoReadingEnv):
 
     def step_values(self, given: TensorDictBase | Values) -> Values:
         """Act, by the actions among ``given``; the content of ``"next"`` as arrays."""
+        try:
+            action = self._act(given)
+        except SpecError as error:
+            raise EnvError(f"{self}: action {error}") from error
+        except KeyError as error:
+            raise EnvKeyError(
+                f"{self}: step found no {error.args[0]!r} in the data, which has "
+                f"{key_str(given.keys())}. Let the policy write it, or call env.rand_action(data)."
+            ) from error
         if self._episodes is not None:
-            return self._episodes.step(self._raw_action(given), self._readers)
-        values = self._env.step(self._raw_action(given))
+            return self._episodes.step(action, self._readers)
+        values = self._env.step(action)
         if type(values) is tuple and len(values) == 5 and not self.info_dict_reader:  # as a rule
             observation, reward, terminated, truncated, _ = values
             key, dtype, shape = self.plain_array
@@ -205,17 +214,6 @@ class GymWrapper(InfoReadingEnv):
     def row_writer(self, num_rows: int) -> ActionWriter:
         """What converts the actions of ``num_rows`` single environments like this one."""
         return ActionWriter(self._act.space, self._actions, (num_rows,))
-
-    def _raw_action(self, given: TensorDictBase | Values) -> Any:
-        try:
-            return self._act(given)
-        except SpecError as error:
-            raise EnvError(f"{self}: action {error}") from error
-        except KeyError as error:
-            raise EnvKeyError(
-                f"{self}: step found no {error.args[0]!r} in the data, which has "
-                f"{key_str(given.keys())}. Let the policy write it, or call env.rand_action(data)."
-            ) from error
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)

@@ -67,16 +67,20 @@ class CategoricalDraw(Draw):
 
     def _step(self, pick: Callable[[Tensor], Tensor] | None, noise: int = 0) -> Step:
         (source,), action, scored = self.reads, self.writes[0], self.writes[1:]
-        normalise = _from_logits if self.parameter == "logits" else _from_probs
-        dtype = torch.int64 if self.integer else None
-        one_hot, score = self.one_hot, _score_logits if self.parameter == "logits" else _score_probs
+        of_logits, one_hot, dtype = self.parameter == "logits", self.one_hot, torch.int64 if self.integer else None
 
         def run(values: Values) -> None:
-            normal, p = normalise(values[source])
+            given = values[source]
+            if of_logits:
+                normal = given - given.logsumexp(-1, True)
+                p = normal.softmax(-1)
+            else:
+                p = given / given.sum(-1, True)
             index = torch.div(p, values[noise]).argmax(-1, True) if pick is None else pick(p)
             values[action] = torch.zeros_like(p, dtype=dtype).scatter_(-1, index, 1) if one_hot else index.squeeze(-1)
             for slot in scored:
-                values[slot] = score(normal, index)
+                log_probs = normal if of_logits else probs_to_logits(p)
+                values[slot] = log_probs.gather(-1, index).squeeze(-1)
 
         return run
 
@@ -113,25 +117,6 @@ class CategoricalDraw(Draw):
             return [index]
         like = np.empty(logits.shape, np.int64) if self.integer else logits
         return [emitter.to(np.equal, np.arange(logits.shape[-1]), index[..., None], like=like)]
-
-
-def _from_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalised logits, and the probabilities."""
-    normal = logits - logits.logsumexp(-1, True)
-    return normal, normal.softmax(-1)
-
-
-def _from_probs(probs: Tensor) -> tuple[Tensor, Tensor]:
-    p = probs / probs.sum(-1, True)
-    return p, p
-
-
-def _score_logits(normal: Tensor, index: Tensor) -> Tensor:
-    return normal.gather(-1, index).squeeze(-1)
-
-
-def _score_probs(p: Tensor, index: Tensor) -> Tensor:
-    return _score_logits(probs_to_logits(p), index)
 
 
 def _most_likely(p: Tensor) -> Tensor:

@@ -50,19 +50,23 @@ class FlatActor(Actor):
 
     def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
         """See :class:`Actor`."""
-        outputs = self._policy(*self._inputs(root))
+        if self._kept:
+            root = self._with_kept(root)
+        inputs = [root[key] if column is None else full(root[key], column) for key, column in self._in_rows]
+        outputs = self._policy(*inputs)
         if len(outputs) != len(self._keys):  # those of a module by signature are complete after its first call
             self._keys = self._policy.out_keys
         return dict(zip(self._keys, outputs, strict=True))
 
-    def _inputs(self, root: Values) -> list[NDArray[Any]]:
-        if self._kept and not all(key in root for key in self._kept):
-            root = {**{key: value.copy() for key, value in self._kept.items()}, **root}
-        return [root[key] if column is None else full(root[key], column) for key, column in self._in_rows]
+    def _with_kept(self, root: Values) -> Values:
+        if all(key in root for key in self._kept):
+            return root
+        return {**{key: value.copy() for key, value in self._kept.items()}, **root}
 
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
         """See :meth:`Actor.compiled`."""
-        example = dict(zip(self._policy.in_keys, self._inputs(root), strict=True))
+        root = self._with_kept(root)
+        example = {key: root[key] if column is None else full(root[key], column) for key, column in self._in_rows}
         return FlatActor(compile_policy(self._policy, arguments=arguments, example=example), self._entries)
 
 

@@ -25,7 +25,7 @@ from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, UnfitOutcome, V
 from rollwright.envs.on_arrays.tensordicts import as_tensordict
 from rollwright.errors import EnvError, NotNative, PolicyError
 
-__all__ = ["ArrayPath", "reset_rows"]
+__all__ = ["ArrayPath", "no_tensors", "reset_rows"]
 
 _FLAG = np.dtype(np.bool_)
 NEXT_VERSION = below_next(VERSION)
@@ -232,10 +232,12 @@ class ArrayPath(Path):
         root = cast(Values, self._root)
         if self._tracks_version:  # the version that acts, whatever is published before the frame is written
             self._acted = self._version() if self._version_of_batch is None else self._version_of_batch
-        if self._ahead is None:
-            outputs = self._called(self._acting, root, self._ids)
-        else:
-            outputs, self._ahead = self._ahead, None
+        outputs, self._ahead = self._ahead, None
+        if outputs is None:
+            try:
+                outputs = self._acting(root, self._ids)
+            except NotNative as reason:
+                raise no_tensors(reason) from reason
         if t == 0:
             if self._acting.varies and (against := unfit(outputs, self._roots)):
                 self._hand_over(0, outputs, {"policy": against})
@@ -246,21 +248,13 @@ class ArrayPath(Path):
             return
         root.update(outputs)
 
-    def _called(self, actor: Actor, root: Values, ids: NDArray[Any]) -> Values:
-        try:
-            return actor(root, ids)
-        except NotNative as reason:
-            raise PolicyError(
-                f"policy: {reason}, where it has written tensors before. Let it write tensors always, or pass "
-                "use_buffers=False, which collects frames of any content."
-            ) from reason
-
     def step(self, t: int) -> None:
         """See :meth:`Path.step`."""
         root = cast(Values, self._root)
         preset = {key: root[full] for full, key in self._presets} if self._presets else _NOTHING
         try:
-            self._out = out = self._arrays.step(self._seen(root), preset)
+            seen = self._seen(root) if self._arrays.may_be_unfit else root
+            self._out = out = self._arrays.step(seen, preset)
         except UnfitOutcome as found:
             self._hand_over(t, self._written_now(), {"env": str(found)}, Taken(found.outcome))
             return
@@ -481,6 +475,14 @@ class ArrayPath(Path):
 
 def _without(entries: Mapping[NestedKey, Entry], keys: list[NestedKey]) -> dict[NestedKey, Entry]:
     return {key: entry for key, entry in entries.items() if key not in keys}
+
+
+def no_tensors(reason: NotNative) -> PolicyError:
+    """The error of a policy that has written tensors, and writes something else."""
+    return PolicyError(
+        f"policy: {reason}, where it has written tensors before. Let it write tensors always, or pass "
+        "use_buffers=False, which collects frames of any content."
+    )
 
 
 def reset_rows(

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
 from rollwright.collectors.core import Actor, UnfitOutputs
-from rollwright.collectors.rollout.paths.arrays import ArrayPath, reset_rows
+from rollwright.collectors.rollout.paths.arrays import ArrayPath, no_tensors, reset_rows
 from rollwright.collectors.rollout.paths.layout import Form, difference, unfit
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.data.specs.discrete import choices
 from rollwright.envs.arrays import ArrayEnv, Values
-from rollwright.errors import EnvError, PolicyError
+from rollwright.errors import EnvError, NotNative, PolicyError
 
 __all__ = ["GroupedPath", "Group"]
 
@@ -140,17 +139,17 @@ class GroupedPath(ArrayPath):
             group.policy.start(1)
 
     def _first(self, actor: Actor) -> Values:
-        outputs = self._outputs(self._groups[0], lambda actor, root, ids: actor(root, ids))
+        outputs = self._outputs(self._groups[0])
         if actor.varies and (against := unfit(outputs, self._roots)):
             raise UnfitOutputs(against)
         return outputs
 
-    def _outputs(self, group: Group, call: Callable[[Actor, Values, NDArray[Any]], Values]) -> Values:
+    def _outputs(self, group: Group) -> Values:
         """What is to be done in a group; random actions are drawn for all at once, as without groups."""
         if self._acting not in self._at_once:
-            return call(group.policy, group.root, self._ids[group.rows])
+            return group.policy(group.root, self._ids[group.rows])
         if group.first == 0:
-            self._drawn = call(self._acting, group.root, self._ids)
+            self._drawn = self._acting(group.root, self._ids)
         return group.part(self._drawn)
 
     def act(self, t: int) -> None:
@@ -164,7 +163,10 @@ class GroupedPath(ArrayPath):
                 self._receive(group)
         for group, before in zip(self._groups, begun, strict=True):
             self._receive(group)
-            outputs, self._ahead = self._outputs(group, self._called) if self._ahead is None else self._ahead, None
+            try:
+                outputs, self._ahead = self._outputs(group) if self._ahead is None else self._ahead, None
+            except NotNative as reason:
+                raise no_tensors(reason) from reason
             if t == 0 and group.first == 0:
                 self._open_for(group, outputs)
             elif group.policy.varies and (other := difference(outputs, group.acts)):
