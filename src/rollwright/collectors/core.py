@@ -322,6 +322,9 @@ class Path(ABC):
     def record(self, t: int) -> None:
         """The frame goes into the batch's memory."""
 
+    def follow(self, t: int) -> None:  # noqa: B027 - most paths reset with the step
+        """After step ``t`` was recorded: reset what ended, where :meth:`step` has not done it."""
+
     @abstractmethod
     def frame(self, t: int) -> TensorDictBase:
         """The frame ``[*env]`` of time ``t``, which was recorded last, as the batch will hold it."""

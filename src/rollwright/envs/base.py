@@ -29,6 +29,7 @@ from rollwright.envs._rollout import rand_step, rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.own.arrays import OwnArrays
+from rollwright.envs.own.tensors import OwnTensors
 from rollwright.envs.utils import check_env_specs
 from rollwright.errors import EnvError, EnvKeyError, RollwrightError, text_of
 
@@ -141,6 +142,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     has_token_rewards: bool = False
     made_its_parts: bool = False
     returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
+    resets_by_mask: bool = False  # True: _reset may be called after each step, and keeps what "_reset" does not mark
     casts_outcomes: bool = False  # True: what _step and _reset return in other dtypes than the specs' is cast
 
     def __init__(
@@ -354,6 +356,10 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         """The environment on NumPy arrays, see :mod:`rollwright.envs.arrays`; the same state, stepped on arrays."""
         # Methods are looked up with each call: they may be exchanged.
         return OwnArrays(self, EnvBase, lambda td: self._step(td), lambda td, **kwargs: self._reset(td, **kwargs))
+
+    def _tensor_form(self) -> OwnTensors:
+        """The environment on the tensors that it returns, where these have a batch; the same state."""
+        return OwnTensors(self, EnvBase, lambda td: self._step(td), lambda td, **kwargs: self._reset(td, **kwargs))
 
     # The exchange with _reset and _step, checked ---------------------------------------------------
 

@@ -182,13 +182,13 @@ class Agents(EnvBase):
 @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TransformedEnv(env, RewardSum())], ids=["bare", "sums"])
 def test_actions_and_rewards_may_be_nested(wrap):
     ours, path = assert_paths_agree(lambda: wrap(Agents()), None)
-    assert path == "native: NumPy arrays"
+    assert path.startswith("native")
     assert torch.equal(ours[0]["next", "agents", "seen"], ours[0]["agents", "action"] * 2)
 
 
 def test_nests_of_a_batch_size_of_their_own_keep_it():
     ours, path = assert_paths_agree(lambda: Agents((3,)), None)
-    assert path.startswith("plain: its nested entries have a batch size of their own: 'agents'")
+    assert path == "native: tensors"
     assert ours[0]["agents"].batch_size == (2, 18, 3)
 
 

@@ -175,6 +175,7 @@ class Rollout:
         self._path = path
         self._act = named_range("rollwright.policy", path.act)
         self._step = named_range("rollwright.env", path.step)
+        self._follow = named_range("rollwright.reset", path.follow)
         self._record = named_range("rollwright.write", path.record if self._write is None else self._record_and_write)
 
     def _record_and_write(self, t: int) -> None:
@@ -364,12 +365,14 @@ class Rollout:
                     begun = clock()
                     self._act(t)  # the policy reads observations and writes actions
                     acted = clock()
-                    self._step(t)  # the environment steps; what ended is reset
+                    self._step(t)  # the environment steps
                     stepped = clock()
                     self._record(t)  # the frame goes into the batch's memory
+                    recorded = clock()
+                    self._follow(t)  # what ended is reset
                     seconds["policy"] += acted - begun
-                    seconds["env"] += stepped - acted
-                    seconds["write"] += clock() - stepped
+                    seconds["env"] += stepped - acted + clock() - recorded
+                    seconds["write"] += recorded - stepped
                     if self._path.cursor.is_over or (self.interrupted is not None and self.interrupted()):
                         break
                 return self._finish(t + 1)

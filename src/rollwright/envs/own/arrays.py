@@ -28,9 +28,9 @@ from rollwright.envs.arrays import (
     check_open,
     entries_of,
     named_error,
-    refuse_overrides,
 )
 from rollwright.envs.on_arrays.tensordicts import RootTensorDicts
+from rollwright.envs.own.refusals import refuse_more, specs_of
 from rollwright.errors import NotNative, RollwrightError
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["OwnArrays", "OwnRows"]
 
 Method = Callable[..., Any]
-_HERE, _TESTING = "rollwright.", "rollwright.testing."
-_SPECS = ("observation", "action", "reward", "done", "state")
 
 
 class OwnArrays(ArrayEnv):
@@ -69,7 +67,7 @@ class OwnArrays(ArrayEnv):
     done_follows = False
 
     def __init__(self, env: EnvBase, known: type[EnvBase], step: Method, reset: Method) -> None:
-        _refuse_others(env, known)
+        refuse_more(env, known)
         check_flags(env, lacks_truncated=True)
         if any(env.full_done_spec[key].shape != (*env.batch_size, 1) for key in env.done_keys):
             raise NotNative("its flags have another shape than [*batch_size, 1]")
@@ -79,7 +77,7 @@ class OwnArrays(ArrayEnv):
         self.entries = entries_of(env.full_observation_spec, env.ndim)
         self.rewards = entries_of(env.full_reward_spec, env.ndim, env.reward_keys)
         self.reads = list(env.action_keys)
-        self._specs = _specs_of(env)
+        self._specs = specs_of(env)
         if wide := [name for spec in self._specs for name in _nests(spec) if spec[name].shape != self._batch]:
             raise NotNative(f"its nested entries have a batch size of their own: {key_str(wide)}")
         self._is_flat = not any(map(_nests, self._specs))
@@ -104,9 +102,9 @@ class OwnArrays(ArrayEnv):
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
-        if any(now is not then for now, then in zip(_specs_of(self._env), self._specs, strict=True)):
+        if any(now is not then for now, then in zip(specs_of(self._env), self._specs, strict=True)):
             raise NotNative("its specs have changed")
-        _refuse_others(self._env, self._base)
+        refuse_more(self._env, self._base)
         check_flags(self._env, lacks_truncated=True)
 
     # Steps ------------------------------------------------------------------------------------
@@ -369,32 +367,5 @@ def _completed(flags: Mapping[str, Any], off: Any, *, cuts: bool, follows: bool)
     return {"done": done, "terminated": terminated, "truncated": off if truncated is None else truncated}
 
 
-def _specs_of(env: EnvBase) -> tuple[Composite, ...]:
-    return tuple(env.full_spec(name) for name in _SPECS)
-
-
 def _nests(spec: Composite) -> list[NestedKey]:
     return [key for key in spec.keys(True) if isinstance(spec[key], Composite)]
-
-
-def _refuse_others(env: EnvBase, known: type[EnvBase]) -> None:
-    """Test that an environment is a user's own, and does no more than to step and to reset.
-
-    Raises:
-        NotNative: it is another one.
-    """
-    kinds = type(env).__mro__[: type(env).__mro__.index(known)]
-    if any(kind.__module__.startswith(_HERE) and not kind.__module__.startswith(_TESTING) for kind in kinds):
-        raise NotNative(f"{type(env).__name__} speaks TensorDict")
-    refuse_overrides(env, known, but=("_step", "_reset"))
-    others = {
-        "batch_locked=False": not env.batch_locked,
-        "stand_ins": env.stand_ins,
-        "ends_with_step": env.ends_with_step,
-        "read_at_reset": env.read_at_reset,
-        "has_token_rewards": env.has_token_rewards,
-        "states that are no observations": set(env.state_keys) - set(env.observation_keys),
-    }
-    for name, is_there in others.items():
-        if is_there:
-            raise NotNative(f"{type(env).__name__} speaks TensorDict: it has {name}")

@@ -24,7 +24,16 @@ from rollwright.modules.signature import Call
 from rollwright.policies import ArrayPolicy, compile_policy
 from rollwright.policies.base import TensorPolicy
 
-__all__ = ["CastActor", "FlatActor", "OnEntries", "TensorDictActor", "UndecidedActor", "as_array"]
+__all__ = [
+    "CastActor",
+    "FlatActor",
+    "OnEntries",
+    "TensorActor",
+    "TensorDictActor",
+    "UndecidedActor",
+    "as_array",
+    "as_tensor",
+]
 
 
 class FlatActor(Actor):
@@ -70,7 +79,45 @@ class FlatActor(Actor):
         return FlatActor(compile_policy(self._policy, arguments=arguments, example=example), self._entries)
 
 
-class EnvActions(ArrayPolicy):
+class TensorActor(Actor):
+    """A policy on tensors.
+
+    Args:
+        policy: the policy; one on arrays is given those over the tensors' memory, on the CPU.
+    """
+
+    def __init__(self, policy: ArrayPolicy) -> None:
+        self._policy, self._kept = policy, policy.kept
+        self.how, self.finite_keys = f"native: {policy.how}", policy.finite_keys
+        self.varies, self.frozen = policy.varies, policy.frozen
+        self._call = policy.tensors if isinstance(policy, TensorPolicy) else self._over_arrays
+
+    def _over_arrays(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.from_numpy(value) for value in self._policy(*[value.numpy() for value in inputs])]
+
+    def start(self, steps: int) -> None:
+        """See :meth:`Actor.start`."""
+        self._policy.start(steps)
+
+    def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
+        """See :class:`Actor`."""
+        outputs = self._call(*self._inputs(root))
+        return dict(zip(self._policy.out_keys, outputs, strict=True))
+
+    def _inputs(self, root: Values) -> list[torch.Tensor]:
+        if self._kept and not all(key in root for key in self._kept):
+            root = {**{key: torch.from_numpy(value.copy()) for key, value in self._kept.items()}, **root}
+        return [root[key] for key in self._policy.in_keys]
+
+    def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
+        """See :meth:`Actor.compiled`."""
+        if any(not value.is_cpu for value in root.values()):
+            raise NotNative("its entries are on another device.")
+        example = {key: value.numpy() for key, value in zip(self._policy.in_keys, self._inputs(root), strict=True)}
+        return TensorActor(compile_policy(self._policy, arguments=arguments, example=example))
+
+
+class EnvActions(TensorPolicy):
     """Random actions, drawn by an environment's own ``rand_action``, which reads nothing of the root.
 
     Args:
@@ -91,8 +138,12 @@ class EnvActions(ArrayPolicy):
 
     def __call__(self, *inputs: NDArray[Any]) -> Sequence[NDArray[Any]]:
         """See :class:`~rollwright.policies.ArrayPolicy`."""
-        drawn = self._env.rand_action(TensorDict({}, batch_size=self._batch))
-        return [drawn.get(key).numpy() for key in self.out_keys]
+        return [value.numpy() for value in self.tensors()]
+
+    def tensors(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        """See :class:`~rollwright.policies.base.TensorPolicy`."""
+        drawn = self._env.rand_action(TensorDict({}, batch_size=self._batch, device=self._env.device))
+        return [drawn.get(key) for key in self.out_keys]
 
 
 class CastActor(Actor):
@@ -132,20 +183,22 @@ class TensorDictActor(Actor):
 
     Args:
         act: of :func:`~rollwright.collectors.rollout.paths.stages.build_act`.
-        entries: what the current TensorDict holds.
+        entries: what the current TensorDict holds: forms of arrays, or keys of tensors.
         rewards: what a step leaves beside them, which no policy sees.
         stale: what the policy wrote in the step before and does not see: it must not repeat it in silence.
         batch: the environment's batch size.
         nests: see :class:`~rollwright.envs.arrays.ArrayEnv`.
         device: of the current TensorDict.
-        reads_ids: whether there are trajectory ids.
-        why: why the policy does not run on arrays.
+        reads_ids: whether it is to be given the trajectory ids, which roots of arrays do not have.
+        why: why the policy is not taken apart.
+        read: what becomes of a tensor that it writes.
+        compiles: whether it is still to be compiled where that is wanted.
     """
 
     def __init__(
         self,
         act: stages.Stage,
-        entries: Mapping[NestedKey, Entry],
+        entries: Mapping[NestedKey, Any],
         *,
         rewards: Collection[NestedKey],
         stale: Collection[NestedKey],
@@ -154,11 +207,14 @@ class TensorDictActor(Actor):
         device: torch.device | None,
         reads_ids: bool,
         why: str,
+        read: Callable[[Any], Any],
+        compiles: bool,
     ) -> None:
+        self._read, self._compiles = read, compiles
         self._act, self._entries, self._batch = act, entries, torch.Size(batch)
         self._device, self._reads_ids = device, reads_ids
         self._nests = [(name, torch.Size([*batch, *size])) for name, size in nests.items()]
-        self.how, self.finite_keys = f"plain, called on a TensorDict of the arrays: {why}", []
+        self.how, self.finite_keys = f"plain, called on a TensorDict: {why}", []
         self._why = why
         self._left_out = {*rewards, *stale}
 
@@ -172,11 +228,13 @@ class TensorDictActor(Actor):
         entries, left_out = self._entries, self._left_out
         for key, value in root.items():
             if key in entries:
-                given[key] = tensor = torch.from_numpy(full(value, entries[key]))
+                given[key] = tensor = (
+                    value if type(value) is torch.Tensor else torch.from_numpy(full(value, entries[key]))
+                )
             elif key in left_out or as_tuple(key)[0] == "next":
                 continue
             else:  # what it wrote, until it writes it again
-                tensor = torch.from_numpy(value)
+                tensor = value if type(value) is torch.Tensor else torch.from_numpy(value)
             if type(key) is str:
                 nested[key] = tensor
             else:
@@ -188,13 +246,15 @@ class TensorDictActor(Actor):
         # All that is in it has been in a TensorDict of this batch size, or comes from the environment.
         current = self._act(unchecked_td(nested, self._batch, device=self._device))
         return {
-            key: as_array(value)
+            key: self._read(value)
             for key, value in entries_or_rows(current)
             if given.get(key) is not value and key not in (IDS, VERSION)
         }
 
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
         """See :meth:`Actor.compiled`."""
+        if not self._compiles:
+            return self
         raise NotNative(self._why[:1].upper() + self._why[1:] + ".")
 
 
@@ -251,6 +311,11 @@ def full(value: Any, entry: Entry) -> NDArray[Any]:
 def as_array(value: Any) -> Any:
     """The array over a tensor's memory; what NumPy does not know, and a list of ragged rows, stay as they are."""
     return value.detach().numpy() if type(value) is torch.Tensor and in_numpy(value.dtype) else value
+
+
+def as_tensor(value: Any) -> Any:
+    """A tensor without its gradient; what is none stays as it is."""
+    return value.detach() if type(value) is torch.Tensor and value.requires_grad else value
 
 
 class OnEntries:

@@ -335,7 +335,7 @@ class ArrayPath(Path):
             block = cast(BatchMemory, self._block)
             self._fill(block, slice(t))
             frames = [self._frame(block, step) for step in range(t)] if self._objects else block.frames(t)
-        if taken is not None and self._current_device is None:
+        if taken is not None and taken.outcome is not None and self._current_device is None:
             taken.outcome.clear_device_()  # as that of each step on TensorDicts
         current = cast(TensorDictBase, self.current)
         current = write_outputs(current, self._written(outputs), {}, fresh=True)

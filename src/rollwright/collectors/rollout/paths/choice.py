@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import torch
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright._memory import MemoryPool
@@ -15,7 +16,15 @@ from rollwright.collectors.core import Actor, Path
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.environment import conversations_of
 from rollwright.collectors.rollout.paths import stages
-from rollwright.collectors.rollout.paths.actors import EnvActions, FlatActor, TensorDictActor, UndecidedActor
+from rollwright.collectors.rollout.paths.actors import (
+    EnvActions,
+    FlatActor,
+    TensorActor,
+    TensorDictActor,
+    UndecidedActor,
+    as_array,
+    as_tensor,
+)
 from rollwright.collectors.rollout.paths.arrays import ArrayPath
 from rollwright.collectors.rollout.paths.conversations.pool import ConversationPoolPath, is_pool_of_conversations
 from rollwright.collectors.rollout.paths.conversations.turns import TurnPath
@@ -23,6 +32,7 @@ from rollwright.collectors.rollout.paths.groups import GroupedPath
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.plain import PlainPath
 from rollwright.collectors.rollout.paths.pool import PoolPath
+from rollwright.collectors.rollout.paths.tensors import TensorPath
 from rollwright.collectors.rollout.policy import accelerate
 from rollwright.data.llm.records import RecordLayout
 from rollwright.data.specs import NonTensor
@@ -32,12 +42,14 @@ from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.libs.torchrl import TorchRLWrapper
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import TurnHook
+from rollwright.envs.own.tensors import OwnTensors
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy
 from rollwright.modules.functions import FunctionPolicy
 from rollwright.modules.llm.engine import Engine
+from rollwright.modules.signature import Call
 from rollwright.policies import ArrayPolicy, array_policy
 from rollwright.policies.base import TensorPolicy
 from rollwright.policies.program import RandomActions
@@ -70,6 +82,11 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
         kind = ConversationPoolPath if pool.ndim > 1 else PoolPath
         return kind(parts, pool, call, fresh_outputs=fresh)
     against: dict[str, str] = {}
+    tensors = _tried(against, "env", lambda: _tensor_path(parts))
+    if tensors is not None:
+        return tensors
+    if _device(parts.env).type == "cpu":  # where there are arrays
+        against.clear()
     arrays = _tried(against, "env", lambda: arrays_of(parts))
     random = None if arrays is None else _tried(against, "env", lambda: _random(parts, arrays))
     if arrays is None or random is None:
@@ -80,7 +97,10 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
     if flat is not None:
         actor = FlatActor(flat, entries)
     else:
-        actor = _tried(against, "env", lambda: _not_flat(parts, arrays, entries, against["policy"]))
+        why = against["policy"]
+        actor = _tried(against, "env", lambda: _on_tensordicts(parts, entries, arrays.nests, why))
+        if actor is not None:
+            actor = _undecided(parts, actor, lambda: FlatActor(_flat(parts, arrays, parts.acting.call), entries))
     if actor is None:
         return plain_path(parts, against, strict=strict)
     random_actor = FlatActor(random, entries)
@@ -313,46 +333,73 @@ def _check_layout(parts: PathParts) -> None:
     )
 
 
-def _not_flat(parts: PathParts, arrays: ArrayEnv, entries: dict[NestedKey, Entry], why: str) -> Actor:
-    """The policy on TensorDicts; a function whose first call shows that it does not need them, on arrays from there."""
-    actor, call = _on_tensordicts(parts, entries, arrays.nests, why), parts.acting.call
+def _undecided(parts: PathParts, actor: Actor, flat: Callable[[], Actor]) -> Actor:
+    """A policy on TensorDicts; a function whose first call shows that it does not need them, as ``flat`` from there."""
+    call = parts.acting.call
     if type(call) is not FunctionPolicy or call.takes is not None:
         return actor
 
     def decided() -> Actor | None:
-        if call.takes is None:
-            return None
-        flat = _tried({}, "policy", lambda: _flat(parts, arrays, call))
-        return actor if flat is None else FlatActor(flat, entries)
+        return None if call.takes is None else _tried({}, "policy", flat) or actor
 
     return UndecidedActor(actor, decided)
 
 
 def _on_tensordicts(
-    parts: PathParts, entries: dict[NestedKey, Entry], nests: Mapping[str, tuple[int, ...]], why: str
+    parts: PathParts, entries: Mapping[NestedKey, Any], nests: Mapping[str, tuple[int, ...]], why: str
 ) -> Actor:
     """The policy as it is, on TensorDicts made of arrays."""
-    options, env = parts.options, parts.env
+    options = parts.options
     if options.cudagraph_policy or (options.compile_policy and options.compile_policy is not True):
         raise NotNative("torch compiles the policy as a whole")
     if any(device is not None and device.type != "cpu" for device in (parts.devices.policy, parts.devices.storing)):
         raise NotNative("policy and batches are not on the CPU")
     if any(entry.dtype == np.object_ for entry in entries.values()):
         raise NotNative(f"an entry holds objects, and the policy is given a TensorDict ({why})")
-    stale = stages.stale_actions(env, parts.acting.policy)
-    act = stages.build_act(parts.acting.call, lambda td: td, stages.action_check(env), fresh_outputs=True)
-    if options.track_policy_version:
+    return _called_whole(parts, parts.acting.call, entries, nests, why, as_array, reads_ids=options.track_traj_ids)
+
+
+def _called_whole(
+    parts: PathParts,
+    call: Call,
+    entries: Mapping[NestedKey, Any],
+    nests: Mapping[str, tuple[int, ...]],
+    why: str,
+    read: Callable[[Any], Any],
+    *,
+    fresh: bool = True,
+    reads_ids: bool = False,
+    compiles: bool = True,
+) -> Actor:
+    """The policy as it is, on TensorDicts.
+
+    Args:
+        parts: of the path.
+        call: calls the policy.
+        entries: what the current TensorDict holds.
+        nests: see :class:`TensorDictActor`.
+        why: likewise.
+        read: likewise.
+        fresh: whether its outputs are new tensors at each call.
+        reads_ids: see :class:`TensorDictActor`.
+        compiles: likewise.
+    """
+    env = parts.env
+    act = stages.build_act(call, lambda td: td, stages.action_check(env), fresh_outputs=fresh)
+    if parts.options.track_policy_version:
         act = stages.tag_act(act, parts.version)
     return TensorDictActor(
         act,
         entries,
         rewards=env.reward_keys,
-        stale=stale,
+        stale=stages.stale_actions(env, parts.acting.policy),
         batch=tuple(env.batch_size),
         nests=nests,
         device=parts.current_device,
-        reads_ids=options.track_traj_ids,
+        reads_ids=reads_ids,
         why=why,
+        read=read,
+        compiles=compiles,
     )
 
 
@@ -386,6 +433,67 @@ def arrays_of(parts: PathParts) -> ArrayEnv:
     return arrays
 
 
+def _device(env: EnvBase) -> torch.device:
+    return torch.device("cpu") if env.device is None else env.device
+
+
+def _tensor_path(parts: PathParts) -> TensorPath:
+    """The path on tensors.
+
+    Raises:
+        NotNative: the environment has no tensor form, or an option rules it out.
+    """
+    options, devices, device = parts.options, parts.devices, _device(parts.env)
+    ruled_out = {
+        "conversations": parts.conversations is not None,
+        "use_buffers=False": options.use_buffers is False,
+        "compact_obs=True": options.compact_obs,
+        "env_groups": options.env_groups > 1,
+        f"a policy on {devices.policy}, and an environment on {device}": devices.policy not in (None, device),
+    }
+    if reasons := [name for name, there in ruled_out.items() if there]:
+        raise NotNative(reasons[0])
+    env = parts.env._tensor_form()
+    how = {"env": "native: tensors"}
+    actor, random = _actor_on_cpu(parts, env) if device.type == "cpu" else _actor_elsewhere(parts, env)
+    return TensorPath(parts, env, actor, random, how={**how, "policy": actor.how})
+
+
+def _actor_on_cpu(parts: PathParts, env: OwnTensors) -> tuple[Actor, Actor]:
+    """What acts, and what acts at random."""
+    options, there = parts.options, {*env.entries, *env.flags, *env.root_flags}
+
+    def on_tensors(policy: Any) -> Actor:
+        return TensorActor(_flat_of(parts, policy, there, tuple(env.batch), there))
+
+    def acts() -> Actor:
+        if options.cudagraph_policy:
+            raise NotNative("cudagraph_policy")
+        return on_tensors(parts.acting.call)
+
+    against: dict[str, str] = {}
+    actor = _tried(against, "policy", acts)
+    if actor is None:
+        if options.cudagraph_policy or (options.compile_policy and options.compile_policy is not True):
+            raise NotNative("torch compiles the policy as a whole")
+        whole = _called_whole(parts, parts.acting.call, dict.fromkeys(there), _nests(env), against["policy"], as_tensor)
+        actor = _undecided(parts, whole, acts)
+    drawn = _random_policy(parts)
+    return actor, TensorActor(drawn) if isinstance(drawn, ArrayPolicy) else on_tensors(drawn)
+
+
+def _actor_elsewhere(parts: PathParts, env: OwnTensors) -> tuple[Actor, Actor]:
+    """The same where a device other than the CPU computes: the policy is called, compiled and captured as a whole."""
+    call, fresh = accelerate(parts.acting.call, parts.options)
+    there, why = dict.fromkeys([*env.entries, *env.flags, *env.root_flags]), f"its entries are on {env.device}"
+    whole = _called_whole(parts, call, there, _nests(env), why, as_tensor, fresh=fresh, compiles=False)
+    return whole, TensorActor(EnvActions(parts.env))
+
+
+def _nests(env: OwnTensors) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(size[len(env.batch) :]) for name, size in env.nests.items()}
+
+
 def _flat(parts: PathParts, arrays: ArrayEnv, policy: Any) -> ArrayPolicy:
     if parts.options.cudagraph_policy:
         raise NotNative("cudagraph_policy")
@@ -416,6 +524,16 @@ def _lands(key: NestedKey, available: set[NestedKey]) -> bool:
 
 def _random(parts: PathParts, arrays: ArrayEnv) -> ArrayPolicy:
     """Random actions, as the environment would draw them."""
+    drawn = _random_policy(parts)
+    return drawn if isinstance(drawn, ArrayPolicy) else _flat(parts, arrays, drawn)
+
+
+def _random_policy(parts: PathParts) -> ArrayPolicy | RandomPolicy:
+    """What draws actions as the environment would.
+
+    Raises:
+        NotNative: the environment has a way of its own.
+    """
     env: EnvBase = parts.env
     passing = (TransformedEnv.rand_action, RecreatedEnv.rand_action)
     while isinstance(env, TransformedEnv | RecreatedEnv) and type(env).rand_action in passing:
@@ -424,5 +542,4 @@ def _random(parts: PathParts, arrays: ArrayEnv) -> ArrayPolicy:
         return EnvActions(parts.env)
     if type(env).rand_action is not EnvBase.rand_action:
         raise NotNative(f"{type(env).__name__} overrides rand_action")
-    policy = RandomPolicy(parts.env.full_action_spec)
-    return _flat(parts, arrays, policy)
+    return RandomPolicy(parts.env.full_action_spec)

@@ -101,22 +101,22 @@ def _field(shape: Sequence[int], dtype: np.dtype[Any]) -> FrameField:
     return FrameField(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype, torch.device("cpu"))
 
 
-def unfit(outputs: Values, roots: Mapping[NestedKey, Entry]) -> str | None:
-    """Why a policy's outputs cannot lie in rows beside those of the environment, ``roots``."""
+def unfit(outputs: Values, roots: Collection[NestedKey], kind: type = np.ndarray) -> str | None:
+    """Why a policy's outputs cannot lie in rows, all of one ``kind``, beside those of the environment, ``roots``."""
     for key, value in outputs.items():
-        if not isinstance(value, np.ndarray):
-            return f"it writes {key!r}, which is no array"
+        if not isinstance(value, kind):
+            return f"it writes {key!r}, which is no {'array' if kind is np.ndarray else 'tensor'}"
         below = unravel(as_tuple(key)[1:]) if as_tuple(key)[0] == "next" else None
         if key in roots or (below is not None and below not in roots):
             return f"it writes {key!r}, beside what the environment has"
     return None
 
 
-def difference(outputs: Values, acts: Mapping[NestedKey, Form]) -> str | None:
-    """What of a policy's outputs is not as it was in the first step of the batch, ``acts``."""
+def difference(outputs: Values, acts: Mapping[NestedKey, tuple[Any, Any]], kind: type[Any] = np.ndarray) -> str | None:
+    """What of a policy's outputs, all of one ``kind``, is not as it was in the first step of the batch, ``acts``."""
     for key, value in outputs.items():
         form = acts.get(key)
-        if form is None or type(value) is not np.ndarray or value.shape != form[0] or value.dtype != form[1]:
+        if form is None or type(value) is not kind or value.shape != form[0] or value.dtype != form[1]:
             break
     else:
         if len(outputs) == len(acts):

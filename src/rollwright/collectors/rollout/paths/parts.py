@@ -26,12 +26,13 @@ class Taken(NamedTuple):
     """A step that another path has taken, or a part of one.
 
     Attributes:
-        outcome: what the environment returned, as :meth:`EnvBase.step_outcome` does.
+        outcome: what the environment returned, as :meth:`EnvBase.step_outcome` does; None: it is recorded already, and
+            what was reset after it is left.
         marked: what was reset after it, bool ``[*env]``; None: nothing was, and what ended is to be reset.
         fresh: what that returned, as :meth:`EnvBase.reset_outcome` does.
     """
 
-    outcome: TensorDictBase
+    outcome: TensorDictBase | None
     marked: torch.Tensor | None = None
     fresh: TensorDictBase | None = None
 

@@ -112,21 +112,29 @@ class PlainPath(Path):
             frames: of the batch so far.
             current: with the actions of the current step.
             keeper: of the batch so far.
-            taken: the current step, where it was taken already, and is to be recorded next.
+            taken: the current step, where it was taken already: it is to be recorded next, or was recorded.
             random: whether the batch is one of random actions.
         """
         self._recorder.take_over(frames, current)
         self._current, self._keeper = current, keeper
         self._start(random)
         self._blanks = None if self._blanks is None else _without(self._blanks, current)
-        if taken is not None:
-            self._frame, self._current = self._follow(current, taken)
+        if taken is None:
+            return
+        if taken.outcome is not None:
+            self._frame, self._current = self._after(current, taken, taken.outcome)
+        elif taken.marked is not None and taken.fresh is not None:
+            self.take_reset(taken.marked, taken.fresh)
+            if self._has_ids:
+                self.replace_ids(taken.marked)
 
-    def _follow(self, current: TensorDictBase, taken: Taken) -> tuple[TensorDictBase, TensorDictBase]:
+    def _after(
+        self, current: TensorDictBase, taken: Taken, outcome: TensorDictBase
+    ) -> tuple[TensorDictBase, TensorDictBase]:
         """Frame and current TensorDict after a step that was taken."""
 
         def step(current: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-            frame = current.set("next", taken.outcome)
+            frame = current.set("next", outcome)
             following = self._env.step_mdp(frame)
             self._env.trim_frame(frame, following)
             if taken.marked is None or taken.fresh is None:
