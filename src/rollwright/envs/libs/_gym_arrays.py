@@ -55,6 +55,7 @@ class GymArrays(ArrayEnv):
         check_flags(env)
         self._env, self._gym, self._readers = env, env.gym_env, list(env.info_dict_reader)
         self.may_be_unfit = bool(self._readers)
+        self._follows_tensors = not env.returns_tensors  # where it did so before, there was a reason to take this form
         self.batch = tuple(env.batch_size)
         self.entries = entries_of(env.full_observation_spec, env.ndim, objects=not env.ndim)
         self.rewards = entries_of(env.full_reward_spec, env.ndim, env.reward_keys)
@@ -77,6 +78,8 @@ class GymArrays(ArrayEnv):
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
+        if self._env.returns_tensors and self._follows_tensors:
+            raise NotNative("it returns tensors")
         now = self._env.info_dict_reader
         if len(now) != len(self._readers) or not all(map(is_, now, self._readers)):
             raise NotNative("its readers of info have changed")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, Self, Unpack, cast
 
@@ -16,9 +16,11 @@ from rollwright._foreign import class_path, library_of_env
 from rollwright._keys import NestedKey, key_str, leaf_keys, place, unravel
 from rollwright.data.specs import Categorical, Unbounded
 from rollwright.data.specs.gymspaces import torch_dtype
+from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import ArrayEnv, Rows, Values
 from rollwright.envs.base import _extensions
 from rollwright.envs.libs._gym_arrays import FLAG_TYPES, GymArrays
+from rollwright.envs.libs._gym_tensors import device_of_env, gym_tensors
 from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
 from rollwright.envs.libs._make import decorate, make, name_of_observation, space_of
 from rollwright.envs.libs._registered import Available
@@ -26,6 +28,7 @@ from rollwright.envs.libs._vector import Readers, VectorEpisodes
 from rollwright.envs.libs.backend import gym_backend, set_gym_backend
 from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, leaves_of, spec_of
 from rollwright.envs.libs.keywords import GymKeywords
+from rollwright.envs.own.tensors import OwnTensors
 from rollwright.errors import EnvError, EnvKeyError, NotNative, SpecError
 
 __all__ = [
@@ -133,6 +136,8 @@ class GymWrapper(InfoReadingEnv):
     ) -> None:
         """Take over ``env`` and decide how each entry of it is converted."""
         vector = isinstance(env, VectorEnv)
+        named = device_of_env(env)
+        device = named if device is None and named is not None and named.type != "cpu" else device
         batch = (env.num_envs,) if isinstance(env, VectorEnv) else ()
         seen, done = space_of(env, "observation_space"), space_of(env, "action_space")
         super().__init__(
@@ -142,6 +147,7 @@ class GymWrapper(InfoReadingEnv):
             run_type_checks=run_type_checks,
         )
         self._env: Any = env
+        self.returns_tensors = named is not None
         self._episodes = VectorEpisodes(env) if isinstance(env, VectorEnv) else None
         self._seeds: Seeds | None = None
         self._shape = batch
@@ -155,7 +161,7 @@ class GymWrapper(InfoReadingEnv):
             )
         self._observe = ObservationReader(observations, batch)
         self._observe_one = ObservationReader(observations, ()) if vector else self._observe
-        self._act, self._actions = ActionWriter(done, actions, batch), actions
+        self._act, self._actions, self._observations = ActionWriter(done, actions, batch), actions, observations
         self.plain_array, self._plain_dtype = self._observe.plain_array, self._observe.plain_dtype
         self.observation_spec = spec_of(observations, batch)
         self.action_spec = spec_of(actions, batch)
@@ -249,6 +255,12 @@ class GymWrapper(InfoReadingEnv):
         self._seeds = [seed if static_seed else seed + i for i in range(self.numel())]
         return self._seeds[-1]
 
+    def seeds_for(self, marks: torch.Tensor | None, given: int | Seeds | None) -> Seeds | None:
+        """The seeds of a reset of what ``marks``, bool ``[*batch]``, says; None: there are none to be given."""
+        if self._seeds is None and given is None:
+            return None
+        return self._seeds_for(None if marks is None else marks.cpu().numpy(), given)
+
     def _seeds_for(self, rows: Rows | None, given: int | Seeds | None) -> Seeds | None:
         """The seeds of a reset: those given, else those that ``set_seed`` left for the environments reset."""
         if self._seeds is None and given is None:
@@ -333,6 +345,8 @@ class GymWrapper(InfoReadingEnv):
             raise
 
     def _converted(self, read: ObservationReader, observation: Any, call: str) -> Values:
+        if self._episodes is not None and not self.returns_tensors:
+            self.returns_tensors = _has_tensors(observation)
         try:
             return read(observation)
         except SpecError as error:
@@ -357,6 +371,16 @@ class GymWrapper(InfoReadingEnv):
 
     def _array_form(self) -> ArrayEnv:
         return GymArrays(self, GymWrapper)
+
+    def _tensor_form(self) -> OwnTensors:
+        return gym_tensors(self, GymWrapper, self._observations, self._actions)
+
+    def tensordict_over(self, values: Mapping[NestedKey, torch.Tensor]) -> TensorDict:
+        """The data that tensors of the batch are, over their memory."""
+        nested: dict[str, Any] = {}
+        for key, value in values.items():
+            place(nested, key, value)
+        return unchecked_td(nested, self.batch_size, device=self.device)
 
     # The object itself ------------------------------------------------------------------------
 
@@ -464,6 +488,12 @@ class GymEnv(GymWrapper):
         self.from_pixels, self.pixels_only = from_pixels, pixels_only
 
     available_envs = Available(lambda: list(gymnasium.registry), "Names that are registered with gymnasium now.")
+
+
+def _has_tensors(value: Any) -> bool:
+    while isinstance(value, dict) and value:
+        value = next(iter(value.values()))
+    return isinstance(value, torch.Tensor)
 
 
 def _described(values: Any) -> str:

@@ -48,6 +48,11 @@ class OwnTensors:
         step: the environment's ``_step``.
         reset: the environment's ``_reset``.
         check: tests that what the two call is as it was; raises :class:`NotNative`.
+        check_batch: tests, at the end of a batch, what nobody has read in its steps.
+        after_step: called in place of ``reset`` where the ends of the step before are marked; None: ``reset`` is.
+        is_live: see below; None: unless the class sets ``returns_copies``.
+        goes_on: see below.
+        by_mask: see below; None: where the class says so, and on a device other than the CPU.
 
     Raises:
         NotNative: it is a single environment, it does more than to step and to reset, or its data are not tensors of
@@ -63,6 +68,8 @@ class OwnTensors:
         flags: flags below the root, which a reset returns, too.
         nests: batch sizes of nested TensorDicts that have a longer one than the root, by key.
         by_mask: whether it is to be reset after each step, where its mask says, so that nobody reads the mask.
+        is_live: whether what it returns may be written again by the next step or reset.
+        goes_on: whether it may be stepped on after an end.
     """
 
     def __init__(
@@ -73,11 +80,17 @@ class OwnTensors:
         reset: Method,
         *,
         check: Callable[[], None] = lambda: None,
+        check_batch: Callable[[], None] = lambda: None,
+        after_step: Method | None = None,
+        by_mask: bool | None = None,
+        is_live: bool | None = None,
+        goes_on: bool = True,
     ) -> None:
         if not env.ndim:
             raise NotNative("it is a single environment")
         refuse_more(env, known)
         self._env, self._known, self._step, self._begin, self._more = env, known, step, reset, check
+        self._check_batch, self._after_step = check_batch, after_step or reset
         self.batch = env.batch_size
         self.td_device = env.device
         self.device = torch.device("cpu") if env.device is None else env.device
@@ -97,7 +110,9 @@ class OwnTensors:
         self._is_flat = not any(type(key) is not str for key in (*self.entries, *self.rewards, *self.flags))
         self._off = torch.zeros((*self.batch, 1), dtype=torch.bool, device=self.device)
         self._dead: Tensor | None = None
-        self.by_mask = env.resets_by_mask or self.device.type != "cpu"
+        self._follows, self.goes_on = env.sets_own_flags, goes_on
+        self.is_live = not env.returns_copies if is_live is None else is_live
+        self.by_mask = (env.resets_by_mask or self.device.type != "cpu") if by_mask is None else by_mask
 
     def _known_groups(self) -> list[DoneGroup]:
         env = self._env
@@ -108,8 +123,6 @@ class OwnTensors:
             raise NotNative("its flags have another shape than [*batch_size, 1]")
         if env.run_type_checks or env.allow_done_after_reset:
             raise NotNative("run_type_checks=True" if env.run_type_checks else "allow_done_after_reset=True")
-        if not env.sets_own_flags:
-            raise NotNative("its flags may be set without 'done'")
         return list(groups)
 
     def _forms(self, spec: Composite) -> dict[NestedKey, TensorForm]:
@@ -181,11 +194,12 @@ class OwnTensors:
                 raise self._unfit("step", completed)
         return out
 
-    def reset(self, td: TensorDictBase | None, **kwargs: Any) -> Tensors:
+    def reset(self, td: TensorDictBase | None, *, after_step: bool = False, **kwargs: Any) -> Tensors:
         """Begin new trajectories.
 
         Args:
             td: the current TensorDict and ``"_reset"``, bool ``[*batch, 1]``, which marks them; None: all.
+            after_step: whether those are marked that the last step, which was taken just now, has ended.
             **kwargs: go to ``_reset``.
 
         Returns:
@@ -197,7 +211,7 @@ class OwnTensors:
         env = self._env
         check_open(env, "reset")
         try:
-            fresh = self._begin(td, **kwargs)
+            fresh = (self._after_step if after_step else self._begin)(td, **kwargs)
         except RollwrightError:
             raise
         except Exception as error:
@@ -213,12 +227,17 @@ class OwnTensors:
                 raise self._unfit("reset", completed)
         return out
 
-    def check_alive(self) -> None:
-        """Test that nothing was done right after a reset since the last call; what nobody has read so far.
+    def no_flags(self) -> Tensors:
+        """Flags of the root that are not set, in memory of their own."""
+        return {flag: self._off.clone() for flag in self.root_flags}
+
+    def check_batch(self) -> None:
+        """Test what nobody has read in the steps of a batch: that nothing was done right after a reset.
 
         Raises:
             EnvError: something was.
         """
+        self._check_batch()
         dead, self._dead = self._dead, None
         if dead is not None and bool(dead.any()):
             raise done_after_reset(self._env, "done")
@@ -329,16 +348,17 @@ class OwnTensors:
         if not given:
             return 0
         is_whole = given == 2 + (group.truncated is not None)
-        if is_whole:
-            is_whole = follows
-        else:
+        if is_whole and not self._follows:  # completed before, by a base environment
+            out.update((key, items[key]) for key in group.keys)
+            return given
+        if not is_whole:
             off = self._off if not group.prefix else torch.zeros(shape, dtype=torch.bool, device=self.device)
             if terminated is None:
                 terminated = off if done is None else done if truncated is None else done & ~truncated
             if truncated is None and group.truncated is not None:
                 truncated = off if done is None else done & ~terminated
         causes = terminated if truncated is None else terminated | truncated
-        if not is_whole and done is not None and not self.by_mask and bool((causes & ~done).any()):
+        if not (is_whole and follows) and done is not None and not self.by_mask and bool((causes & ~done).any()):
             return 0  # such causes stay in the root
         out[group.done] = causes if done is None else done | causes
         out[group.terminated] = terminated

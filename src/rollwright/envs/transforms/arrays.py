@@ -31,9 +31,9 @@ from rollwright.envs.arrays import (
 from rollwright.envs.on_arrays.chain import ArrayChain, ChainDeviation
 from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.envs.transforms.base import EntryTransform, Transform
-from rollwright.envs.transforms.compose import Compose
 from rollwright.envs.transforms.foreign import ForeignTransform
 from rollwright.envs.transforms.frames import CatFrames
+from rollwright.envs.transforms.tensors import parts_of
 from rollwright.envs.wrapper import WrapperArrays
 from rollwright.errors import NotNative, RollwrightError
 
@@ -73,12 +73,6 @@ def _same(now: list[Transform], then: list[Transform]) -> bool:
     return len(now) == len(then) and all(map(is_, now, then))
 
 
-def _chain(transform: Transform) -> list[Transform]:
-    if type(transform) is Compose:
-        return [part for child in transform for part in _chain(child)]
-    return [transform]
-
-
 class TransformedArrays(WrapperArrays):
     """The array form of a :class:`TransformedEnv`; transforms without a form of their own are called on TensorDicts.
 
@@ -100,7 +94,7 @@ class TransformedArrays(WrapperArrays):
         self.entries, self.rewards, self.reads = self._chain.entries, self._chain.rewards, self._chain.reads
         self._preset: Values = {}
         self._passed = {*env.base_env.state_keys, *env.base_env.read_at_reset}  # what its reset is given, beside marks
-        self._transforms = _chain(env.transform)
+        self._transforms = parts_of(env.transform)
         held = objects_of(base.entries)
         for transform in self._transforms:
             self._chain.add(self._part(transform, held))  # with the entries of those before
@@ -131,7 +125,7 @@ class TransformedArrays(WrapperArrays):
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
         self._base.check()
-        if not _same(_chain(self._env.transform), self._transforms):
+        if not _same(parts_of(self._env.transform), self._transforms):
             raise NotNative("its transforms have changed")
 
     def step(self, root: Values, preset: Values) -> Values:

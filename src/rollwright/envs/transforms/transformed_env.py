@@ -17,9 +17,11 @@ from rollwright.data.specs.discrete import MaskOf, choices
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase, register_extension
 from rollwright.envs.libs.foreign import as_env, as_maker, remedy_for
+from rollwright.envs.own.tensors import OwnTensors
 from rollwright.envs.transforms.arrays import TransformedArrays
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.compose import Compose, TransformLike, as_chain
+from rollwright.envs.transforms.tensors import transformed_tensors
 from rollwright.envs.wrapper import WrapperEnv
 from rollwright.errors import EnvError
 
@@ -185,6 +187,9 @@ class TransformedEnv(WrapperEnv):
 
     def _array_form(self) -> ArrayEnv:
         return TransformedArrays(self, TransformedEnv)
+
+    def _tensor_form(self) -> OwnTensors:
+        return transformed_tensors(self, TransformedEnv)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Write random actions, by the base environment's own method where it has one that still fits."""

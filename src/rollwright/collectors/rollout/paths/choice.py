@@ -82,15 +82,21 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
         kind = ConversationPoolPath if pool.ndim > 1 else PoolPath
         return kind(parts, pool, call, fresh_outputs=fresh)
     against: dict[str, str] = {}
-    tensors = _tried(against, "env", lambda: _tensor_path(parts))
-    if tensors is not None:
-        return tensors
-    if _device(parts.env).type == "cpu":  # where there are arrays
-        against.clear()
+    if _device(parts.env).type != "cpu":
+        path: Path | None = _tried(against, "env", lambda: _tensor_path(parts))
+    elif isinstance(parts.env, TransformedEnv):  # transforms are cheapest on arrays
+        path = _array_path(parts, against, strict=strict) or _tried({}, "env", lambda: _tensor_path(parts))
+    else:
+        path = _tried({}, "env", lambda: _tensor_path(parts)) or _array_path(parts, against, strict=strict)
+    return plain_path(parts, against, strict=strict) if path is None else path
+
+
+def _array_path(parts: PathParts, against: dict[str, str], *, strict: bool) -> ArrayPath | None:
+    """The path on arrays; None: there is none, and ``against`` says why."""
     arrays = _tried(against, "env", lambda: arrays_of(parts))
     random = None if arrays is None else _tried(against, "env", lambda: _random(parts, arrays))
     if arrays is None or random is None:
-        return plain_path(parts, against, strict=strict)
+        return None
     entries = _roots(arrays)
     flat = _tried(against, "policy", lambda: _flat(parts, arrays, parts.acting.call))
     actor: Actor | None
@@ -102,7 +108,7 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
         if actor is not None:
             actor = _undecided(parts, actor, lambda: FlatActor(_flat(parts, arrays, parts.acting.call), entries))
     if actor is None:
-        return plain_path(parts, against, strict=strict)
+        return None
     random_actor = FlatActor(random, entries)
     how = {"env": "native: NumPy arrays", "policy": actor.how}
     if arrays.on_tensordicts:
@@ -454,6 +460,8 @@ def _tensor_path(parts: PathParts) -> TensorPath:
     if reasons := [name for name, there in ruled_out.items() if there]:
         raise NotNative(reasons[0])
     env = parts.env._tensor_form()
+    if not options.reset_when_done and not env.goes_on:
+        raise NotNative("reset_when_done=False")
     how = {"env": "native: tensors"}
     actor, random = _actor_on_cpu(parts, env) if device.type == "cpu" else _actor_elsewhere(parts, env)
     return TensorPath(parts, env, actor, random, how={**how, "policy": actor.how})

@@ -39,12 +39,15 @@ class Rows:
         block: the memory of the batch.
         time: its dimension of time.
         keys: of values, and of the entries that they are written into.
+        reads: whether the host may see the values: on the CPU they are written as arrays then.
     """
 
-    def __init__(self, block: BatchMemory, time: int, keys: Iterable[tuple[NestedKey, NestedKey]]) -> None:
+    def __init__(
+        self, block: BatchMemory, time: int, keys: Iterable[tuple[NestedKey, NestedKey]], *, reads: bool
+    ) -> None:
         kept = [(key, at) for key, at in keys if at in block.memory]
-        on_cpu = [(key, at) for key, at in kept if block.has_rows(at)]
-        others = [(key, at) for key, at in kept if not block.has_rows(at)]
+        on_cpu = [(key, at) for key, at in kept if reads and block.has_rows(at)]
+        others = [(key, at) for key, at in kept if not (reads and block.has_rows(at))]
         self._arrays = [(key, block.rows(at)) for key, at in on_cpu]  # half of what a copy of tensors costs
         self._keys = [key for key, _ in others]
         self._by_time = list(zip(*[block.memory[at].unbind(time) for _, at in others], strict=True))
@@ -329,7 +332,7 @@ class TensorPath(Path):
             if self._tensors.by_mask or bool(ended.any()):
                 try:
                     seen = {**root, **{flag: out[flag] for flag in self._no_flags}}
-                    fresh = self._tensors.reset(self._marked(seen, ended.clone()))
+                    fresh = self._tensors.reset(self._marked(seen, ended.clone()), after_step=True)
                 except UnfitOutcome as found:
                     self._leave_after(t, ended, found)
                     return
@@ -406,9 +409,10 @@ class TensorPath(Path):
         flags = set(self._no_flags) if self._resets else set()  # are False: what ended was reset
         fixed = [key for key in of_root if key not in flags and key not in self._changed]
         written = [(key, key) for key in [*acts, *self._changed]]
-        self._root_rows = Rows(block, time, zip(fixed, fixed, strict=True))
-        self._act_rows = Rows(block, time, written)
-        self._out_rows = Rows(block, time, [(key, below_next(key)) for key in self._out])
+        reads = not env.by_mask
+        self._root_rows = Rows(block, time, zip(fixed, fixed, strict=True), reads=reads)
+        self._act_rows = Rows(block, time, written, reads=reads)
+        self._out_rows = Rows(block, time, [(key, below_next(key)) for key in self._out], reads=reads)
         for key in [*flags, *blanks]:
             if key in memory:
                 memory[key].zero_()
@@ -418,7 +422,7 @@ class TensorPath(Path):
         block = cast(BatchMemory, self._block)
         self._fill(steps)
         batch = block.finish(steps)
-        self._tensors.check_alive()
+        self._tensors.check_batch()
         if not self._reuses:
             self._block = None
         if self._device is not None and batch.device != self._device:

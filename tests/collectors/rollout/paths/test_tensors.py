@@ -1,0 +1,379 @@
+"""Environments whose batch is in their tensors: nothing is read by the host in a step, and few operations are made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollwright.collectors import Collector
+from rollwright.data import Composite, Unbounded
+from rollwright.envs import EnvBase, GymWrapper, RewardSum, TransformedEnv
+from rollwright.errors import EnvError
+
+NUM, STEPS = 6, 12
+
+
+class Arm(EnvBase):
+    """Ends after a number of steps that differs between rows; resets draw no random numbers."""
+
+    resets_by_mask = True
+
+    def __init__(self, num=NUM, device=None):
+        super().__init__(batch_size=[num], device=device)
+        self.num, on = num, torch.device("cpu" if device is None else device)
+        self.make_specs(on)
+        self.add_truncated_keys()
+        self.at, self.count = torch.zeros(num, 3, device=on), torch.zeros(num, 1, dtype=torch.int64, device=on)
+        self.limit = 2 + torch.arange(num, device=on).unsqueeze(-1) % 5
+
+    def make_specs(self, on):
+        self.observation_spec = Composite(at=Unbounded((self.num, 3), device=on), shape=[self.num], device=on)
+        self.action_spec = Unbounded((self.num, 3), device=on)
+        self.reward_spec = Unbounded((self.num, 1), device=on)
+
+    def seen(self):
+        return {"at": self.at}
+
+    def act(self, td):
+        return td["action"]
+
+    def rewarded(self, action):
+        return {"reward": action.sum(-1, keepdim=True)}
+
+    def _reset(self, tensordict=None, **kwargs):
+        marks = None if tensordict is None else tensordict.get("_reset", None)
+        if marks is None:
+            self.at, self.count = torch.ones_like(self.at), torch.zeros_like(self.count)
+        else:
+            self.at, self.count = torch.where(marks, 1.0, self.at), torch.where(marks, 0, self.count)
+        return TensorDict(self.seen(), [self.num], device=self.device)
+
+    def _step(self, tensordict):
+        action = self.act(tensordict)
+        self.at, self.count = self.at * 0.9 + action, self.count + 1
+        over = self.count >= self.limit
+        flags = {"terminated": over, "truncated": torch.zeros_like(over), "done": over}
+        return TensorDict({**self.seen(), **self.rewarded(action), **flags}, [self.num], device=self.device)
+
+    def _set_seed(self, seed):
+        pass
+
+
+class Agents(Arm):
+    """The same below the names of two agents, with a batch size of their own."""
+
+    def make_specs(self, on):
+        nest = partial(Composite, shape=(self.num, 2), device=on)
+        agents = nest(at=Unbounded((self.num, 2, 3), device=on))
+        self.observation_spec = Composite(agents=agents, shape=[self.num], device=on)
+        acts = nest(action=Unbounded((self.num, 2, 3), device=on))
+        self.action_spec = Composite(agents=acts, shape=[self.num], device=on)
+        rewards = nest(reward=Unbounded((self.num, 2, 1), device=on))
+        self.reward_spec = Composite(agents=rewards, shape=[self.num], device=on)
+
+    def seen(self):
+        seen = torch.stack([self.at, self.at * 2], 1)
+        return {"agents": TensorDict({"at": seen}, [self.num, 2], device=self.device)}
+
+    def act(self, td):
+        self.action = td["agents", "action"]
+        return self.action.sum(1)
+
+    def rewarded(self, action):
+        reward = self.action.sum(-1, keepdim=True)
+        return {"agents": TensorDict({**self.seen()["agents"], "reward": reward}, [self.num, 2], device=self.device)}
+
+
+class Live(Arm):
+    """The same in memory that is written again."""
+
+    def _reset(self, tensordict=None, **kwargs):
+        held = self.at
+        super()._reset(tensordict, **kwargs)
+        self.at = held.copy_(self.at)
+        return TensorDict(self.seen(), [self.num], device=self.device)
+
+    def _step(self, tensordict):
+        held = self.at
+        out = super()._step(tensordict)
+        self.at = held.copy_(self.at)
+        return out.set("at", self.at)
+
+
+class Cubes(VectorEnv):
+    """A vector environment of gymnasium whose data are tensors."""
+
+    resets_by_mask = True
+
+    def __init__(self, mode, tells_last=True):
+        self.num_envs, self.mode, self.tells_last = NUM, mode, tells_last
+        self.metadata = {"autoreset_mode": mode}
+        self.single_observation_space = spaces.Dict({"at": spaces.Box(-np.inf, np.inf, (3,), np.float32)})
+        self.single_action_space = spaces.Box(-1, 1, (3,), np.float32)
+        self.observation_space = batch_space(self.single_observation_space, NUM)
+        self.action_space = batch_space(self.single_action_space, NUM)
+        self.arm = Arm()
+
+    def reset(self, *, seed=None, options=None):
+        marks = (options or {}).get("reset_mask")
+        given = None if marks is None else TensorDict({"_reset": torch.as_tensor(marks).unsqueeze(-1)}, [NUM])
+        return {"at": self.arm._reset(given)["at"]}, {}
+
+    def step(self, actions):
+        out = self.arm._step(TensorDict({"action": torch.as_tensor(actions)}, [NUM]))
+        seen, info = {"at": out["at"]}, {}
+        if self.mode is AutoresetMode.SAME_STEP:
+            info = {"final_obs": seen} if self.tells_last else {}
+            seen, _ = self.reset(options={"reset_mask": out["terminated"].squeeze(-1)})
+        return seen, out["reward"].squeeze(-1), out["terminated"].squeeze(-1), out["truncated"].squeeze(-1), info
+
+
+ENVS = {
+    "own": Arm,
+    "agents": Agents,
+    "live": Live,
+    "transforms": lambda: TransformedEnv(Agents(), RewardSum(in_keys=[("agents", "reward")])),
+    "resets itself": lambda: GymWrapper(Cubes(AutoresetMode.SAME_STEP)),
+    "is reset": lambda: GymWrapper(Cubes(AutoresetMode.DISABLED)),
+}
+
+
+def policy(env, device="cpu"):
+    (key,) = [key for key in env.observation_keys if "at" in (key if isinstance(key, tuple) else (key,))]
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to(device)
+    return TensorDictModule(net, [key], list(env.action_keys))
+
+
+class Reads(TorchDispatchMode):
+    """Notes operations, and those by which the host reads."""
+
+    READ = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.reads = Counter(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.count[name] += 1
+        if name in self.READ or (
+            name == "index" and any(one is not None and one.dtype is torch.bool for one in args[1])
+        ):
+            self.reads.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def steps_of(collector, count):
+    """The path of a collector in the middle of a batch, after ``count`` steps of it."""
+    rollout = collector._rollout
+    rollout._begin()
+    for t in range(count):
+        for part in (rollout.path.act, rollout.path.step, rollout.path.record, rollout.path.follow):
+            part(t)
+    return rollout.path
+
+
+def made(name, **options):
+    env = ENVS[name]()
+    options = {"frames_per_batch": NUM * STEPS, "total_frames": -1, **options}
+    return Collector(env, policy(env), **options)
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_the_host_reads_nothing_in_a_step(name, monkeypatch):
+    with made(name) as collector, torch.no_grad():
+        collector.next()
+        assert collector.stats()["paths"]["env"] == "native: tensors"
+        path = steps_of(collector, 2)
+
+        def refuse(*args, **kwargs):
+            raise AssertionError("the host reads a tensor")
+
+        for read in ("item", "numpy", "tolist", "__bool__", "__int__", "__float__", "cpu", "__array__"):
+            monkeypatch.setattr(torch.Tensor, read, refuse)
+        with Reads() as reads:
+            for t in range(2, STEPS):
+                for part in (path.act, path.step, path.record, path.follow):
+                    part(t)
+        monkeypatch.undo()
+        assert not reads.reads
+        assert bool(path.finish(STEPS)["next", "done"].sum() > NUM)
+
+
+VIEWS = {
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "select",
+    "detach",
+    "alias",
+    "t",
+    "unbind",
+}
+VIEWS |= {"slice", "transpose", "permute", "as_strided", "_reshape_alias", "lift_fresh"}
+
+
+@pytest.mark.parametrize("name", ["own", "agents", "live"])
+def test_a_step_makes_few_operations_of_its_own(name):
+    """At most one for each column written, one for each that a reset changes, and ten."""
+    with made(name) as collector, torch.no_grad():
+        collector.next()
+        path = steps_of(collector, 3)
+        env, acts = collector.env, collector.policy
+
+        def count(call):
+            with Reads() as reads:
+                call()
+            return sum(number for op, number in reads.count.items() if op not in VIEWS)
+
+        td = path.current
+        marks = TensorDict({"_reset": torch.ones(NUM, 1, dtype=torch.bool)}, [NUM])
+        theirs = count(lambda: acts(td)) + count(lambda: env._step(td)) + count(lambda: env._reset(marks))
+
+        def step():
+            for part in (path.act, path.step, path.record, path.follow):
+                part(3)
+
+        ours = count(step) - theirs
+        batch = path.finish(STEPS)
+        written = len([key for key in batch.keys(True, True) if key not in (("collector", "traj_ids"),)])
+    assert ours <= written + len(list(env.observation_keys)) + 10
+    assert ours <= 20
+
+
+def test_trajectory_ids_taken_at_the_end_are_those_of_each_step():
+    class Reading(Arm):
+        resets_by_mask = False
+
+    found = []
+    for kind in (Arm, Reading):
+        env = kind()
+        with Collector(env, policy(env), frames_per_batch=NUM * STEPS, total_frames=4 * NUM * STEPS) as collector:
+            found.append([batch.clone() for batch in collector])
+    for ours, theirs in zip(*found, strict=True):
+        for key in theirs.keys(True, True):
+            assert torch.equal(ours[key], theirs[key]), key
+    ids = torch.cat([batch["collector", "traj_ids"] for batch in found[0]], 1)
+    assert len(ids.unique()) == int(ids.max()) + 1 > 4 * NUM
+
+
+@pytest.mark.parametrize("options", [{}, {"reset_when_done": False}, {"reset_at_each_iter": True}], ids=str)
+@pytest.mark.parametrize("name", ["own", "agents", "live", "transforms"])
+def test_frames_are_those_of_steps_on_tensordicts(name, options):
+    found = []
+    for buffers in (None, False):
+        with made(name, total_frames=3 * NUM * STEPS, use_buffers=buffers, **options) as collector:
+            found.append([batch.clone() for batch in collector])
+            assert collector.stats()["paths"]["env"].startswith("plain" if buffers is False else "native: tensors")
+    for ours, theirs in zip(*found, strict=True):
+        assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+        for key in theirs.keys(True, True):
+            assert torch.equal(ours[key], theirs[key]), key
+
+
+@pytest.mark.parametrize("name", ["resets itself", "is reset"])
+def test_vector_environments_give_the_frames_of_an_own_one(name):
+    found = []
+    for each in (name, "own"):
+        with made(each, total_frames=3 * NUM * STEPS) as collector:
+            found.append([batch.clone() for batch in collector])
+    for ours, theirs in zip(*found, strict=True):
+        for key in theirs.keys(True, True):
+            assert torch.equal(ours[key], theirs[key]), key
+
+
+@pytest.mark.parametrize("name", ["own", "resets itself"])
+def test_workers_deliver_what_one_process_does(name):
+    found = []
+    for workers in (None, 1):
+        more = {} if workers is None else {"num_collectors": workers, "sync": True}
+        env = ENVS[name]
+        acts = policy(env())
+        options = {"frames_per_batch": NUM * STEPS, "total_frames": 3 * NUM * STEPS, **more}
+        with Collector(env if workers else env(), acts, **options) as collector:
+            found.append([batch.reshape(-1).clone() for batch in collector])
+    for ours, theirs in zip(*found, strict=True):
+        for key in ours.keys(True, True):
+            assert torch.equal(ours[key], theirs[key]), key
+
+
+def test_steps_are_taken_on_a_device_that_holds_no_numbers():
+    """On "meta" nothing can be read, and no entry of another device can be mixed in."""
+    env = Agents(device="meta")
+    with (
+        Collector(env, policy(env, "meta"), frames_per_batch=NUM * STEPS, total_frames=-1) as collector,
+        torch.no_grad(),
+    ):
+        assert collector.stats()["paths"]["env"] == "native: tensors"
+        path = steps_of(collector, STEPS)
+        assert path.current["agents", "at"].device.type == "meta"
+
+
+class Dead(Arm):
+    """Is done right after each reset of some rows."""
+
+    def _reset(self, tensordict=None, **kwargs):
+        out = super()._reset(tensordict, **kwargs)
+        return out if tensordict is None else out.set("done", tensordict["_reset"])
+
+
+def test_what_is_done_right_after_a_reset_is_an_error_at_the_end_of_the_batch():
+    env = Dead()
+    with Collector(env, policy(env), frames_per_batch=NUM * STEPS, total_frames=-1) as collector:
+        with pytest.raises(EnvError, match="True right after reset"):
+            collector.next()
+
+
+def test_last_observations_that_are_missing_are_an_error_at_the_end_of_the_batch():
+    env = GymWrapper(Cubes(AutoresetMode.SAME_STEP, tells_last=False))
+    with Collector(env, policy(env), frames_per_batch=NUM * STEPS, total_frames=-1) as collector:
+        with pytest.raises(EnvError, match="final_obs"):
+            collector.next()
+
+
+def test_a_policy_may_write_into_what_it_is_given():
+    def act(td):
+        return td.set("action", td["at"].mul_(0.5).tanh())
+
+    found = []
+    for buffers in (None, False):
+        options = {"frames_per_batch": NUM * STEPS, "total_frames": 2 * NUM * STEPS, "use_buffers": buffers}
+        with Collector(Arm(), act, **options) as collector:
+            found.append([batch.clone() for batch in collector])
+    for ours, theirs in zip(*found, strict=True):
+        for key in theirs.keys(True, True):
+            assert torch.equal(ours[key], theirs[key]), key
+
+
+def test_a_run_goes_on_after_it_was_saved():
+    env = Arm()
+    with Collector(env, policy(env), frames_per_batch=NUM * STEPS, total_frames=4 * NUM * STEPS) as collector:
+        whole = [batch.clone() for batch in collector]
+    env = Arm()
+    with Collector(env, policy(env), frames_per_batch=NUM * STEPS, total_frames=4 * NUM * STEPS) as collector:
+        first = iter(collector)
+        begun = [next(first).clone() for _ in range(2)]
+        state, at, count = collector.state_dict(), env.at.clone(), env.count.clone()
+    env = Arm()
+    env.at, env.count = at, count
+    with Collector(env, policy(env), frames_per_batch=NUM * STEPS, total_frames=4 * NUM * STEPS) as collector:
+        collector.load_state_dict(state)
+        rest = [batch.clone() for batch in collector]
+    for ours, theirs in zip([*begun, *rest], whole, strict=True):
+        assert torch.equal(ours["next", "reward"], theirs["next", "reward"])
+        assert torch.equal(ours["collector", "traj_ids"], theirs["collector", "traj_ids"])
