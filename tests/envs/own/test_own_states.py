@@ -102,7 +102,7 @@ def test_states_in_the_data_are_those_of_the_plain_path(name, options):
     assert (torch.cat([batch["params", "age"].flatten() for batch in ours]) == 0).sum() > 5
 
 
-@pytest.mark.parametrize("batch, path", [((), "plain: DoubleToFloat changes what"), ((3,), "native: tensors")])
+@pytest.mark.parametrize(("batch", "path"), [((), "plain: DoubleToFloat changes what"), ((3,), "native: tensors")])
 def test_states_that_a_transform_changes_are_not_on_arrays(batch, path):
     _, taken = assert_paths_agree(lambda: cast(Carried(batch, torch.float64)), acting())
     assert taken.startswith(path)

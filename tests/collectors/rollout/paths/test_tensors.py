@@ -334,16 +334,16 @@ class Dead(Arm):
 
 def test_what_is_done_right_after_a_reset_is_an_error_at_the_end_of_the_batch():
     env = Dead()
-    with Collector(env, policy(env), frames_per_batch=NUM * STEPS, total_frames=-1) as collector:
-        with pytest.raises(EnvError, match="True right after reset"):
-            collector.next()
+    collector = Collector(env, policy(env), frames_per_batch=NUM * STEPS, total_frames=-1)
+    with collector, pytest.raises(EnvError, match="True right after reset"):
+        collector.next()
 
 
 def test_last_observations_that_are_missing_are_an_error_at_the_end_of_the_batch():
     env = GymWrapper(Cubes(AutoresetMode.SAME_STEP, tells_last=False))
-    with Collector(env, policy(env), frames_per_batch=NUM * STEPS, total_frames=-1) as collector:
-        with pytest.raises(EnvError, match="final_obs"):
-            collector.next()
+    collector = Collector(env, policy(env), frames_per_batch=NUM * STEPS, total_frames=-1)
+    with collector, pytest.raises(EnvError, match="final_obs"):
+        collector.next()
 
 
 def test_a_policy_may_write_into_what_it_is_given():
