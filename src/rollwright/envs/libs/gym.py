@@ -20,14 +20,14 @@ from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import ArrayEnv, Rows, Values
 from rollwright.envs.base import _extensions
 from rollwright.envs.libs._gym_arrays import FLAG_TYPES, GymArrays
-from rollwright.envs.libs._gym_tensors import device_of_env, gym_tensors
 from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
 from rollwright.envs.libs._make import decorate, make, name_of_observation, space_of
 from rollwright.envs.libs._registered import Available
-from rollwright.envs.libs._vector import Readers, VectorEpisodes
 from rollwright.envs.libs.backend import gym_backend, set_gym_backend
 from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, leaves_of, spec_of
 from rollwright.envs.libs.keywords import GymKeywords
+from rollwright.envs.libs.vector.episodes import Readers, VectorEpisodes
+from rollwright.envs.libs.vector.tensors import device_of_env, gym_tensors
 from rollwright.envs.own.tensors import OwnTensors
 from rollwright.errors import EnvError, EnvKeyError, NotNative, SpecError
 

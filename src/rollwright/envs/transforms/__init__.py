@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from rollwright._missing import missing_name
 from rollwright.data.postprocs import Reward2GoTransform
 from rollwright.data.replay_buffers.transforms import NextStateReconstructor, PolicyAgeFilter
-from rollwright.envs.transforms.arrays import register_array_form
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.bookkeeping import InitTracker, RewardSum, StepCounter
 from rollwright.envs.transforms.compose import Compose
@@ -24,6 +23,7 @@ from rollwright.envs.transforms.episodes.pooling import TimeMaxPool
 from rollwright.envs.transforms.episodes.skipping import FrameSkipTransform
 from rollwright.envs.transforms.episodes.targets import TargetReturn
 from rollwright.envs.transforms.episodes.truncation import RandomTruncationTransform
+from rollwright.envs.transforms.forms.arrays import register_array_form
 from rollwright.envs.transforms.frames import CatFrames
 from rollwright.envs.transforms.masks import ActionMask
 from rollwright.envs.transforms.primer import TensorDictPrimer

@@ -18,10 +18,10 @@ from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase, register_extension
 from rollwright.envs.libs.foreign import as_env, as_maker, remedy_for
 from rollwright.envs.own.tensors import OwnTensors
-from rollwright.envs.transforms.arrays import TransformedArrays
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.compose import Compose, TransformLike, as_chain
-from rollwright.envs.transforms.tensors import transformed_tensors
+from rollwright.envs.transforms.forms.arrays import TransformedArrays
+from rollwright.envs.transforms.forms.tensors import transformed_tensors
 from rollwright.envs.wrapper import WrapperEnv
 from rollwright.errors import EnvError
 

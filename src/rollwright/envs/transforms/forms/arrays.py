@@ -32,8 +32,8 @@ from rollwright.envs.on_arrays.chain import ArrayChain, ChainDeviation
 from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.envs.transforms.base import EntryTransform, Transform
 from rollwright.envs.transforms.foreign import ForeignTransform
+from rollwright.envs.transforms.forms.tensors import parts_of
 from rollwright.envs.transforms.frames import CatFrames
-from rollwright.envs.transforms.tensors import parts_of
 from rollwright.envs.wrapper import WrapperArrays
 from rollwright.errors import NotNative, RollwrightError
 

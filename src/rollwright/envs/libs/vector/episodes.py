@@ -9,8 +9,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from rollwright.envs.arrays import Rows, Values
-from rollwright.envs.libs._parts import autoreset_mode, check_parts, in_parts, is_generic
-from rollwright.envs.libs._turns import InTurn
+from rollwright.envs.libs.vector.in_turn import InTurn
+from rollwright.envs.libs.vector.parts import autoreset_mode, check_parts, in_parts, is_generic
 from rollwright.errors import EnvError
 
 __all__ = ["Readers", "VectorEpisodes"]
@@ -39,7 +39,8 @@ class VectorEpisodes:
 
     - ``DISABLED``: the environment never resets by itself; parts of it are reset by ``reset_mask``.
     - ``NEXT_STEP``: it would spend its next step on the reset. Resetting by ``reset_mask`` before that
-      step prevents it, where the environment can (:mod:`~rollwright.envs.libs._parts`); else the constructor raises.
+      step prevents it, where the environment can (:mod:`~rollwright.envs.libs.vector.parts`); else the constructor
+      raises.
     - ``SAME_STEP``: it resets within the step. The true last observation is in ``info["final_obs"]``;
       the first one of the new episode is kept until it is asked for.
 

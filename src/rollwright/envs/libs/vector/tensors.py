@@ -13,8 +13,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from rollwright.data.specs import OneHot
-from rollwright.envs.libs._parts import autoreset_mode
 from rollwright.envs.libs.codecs import Leaf
+from rollwright.envs.libs.vector.parts import autoreset_mode
 from rollwright.envs.own.tensors import OwnTensors, Tensors
 from rollwright.errors import EnvError, NotNative
 

@@ -11,7 +11,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
 
-from rollwright.envs.libs._turns import InTurn
+from rollwright.envs.libs.vector.in_turn import InTurn
 
 __all__ = ["autoreset_mode", "check_parts", "in_parts", "is_generic"]
 

@@ -1,0 +1,3 @@
+"""A TransformedEnv on arrays (:mod:`.arrays`) and on tensors (:mod:`.tensors`)."""
+
+__all__: list[str] = []
