@@ -38,28 +38,28 @@ def check_fields(options: Any) -> None:
     Raises:
         TypeError, ValueError: a value does not fit its field.
     """
-    for name, check in _checks(options.__class__):
+    for name, check, optional in _checks(options.__class__):
         given = getattr(options, name)
-        kept = check(name, given)
+        kept = None if optional and given is None else check(name, given)
         if kept is not given:
             object.__setattr__(options, name, kept)
 
 
 @cache
-def _checks(declaration: Any) -> list[tuple[str, Callable[[str, Any], object]]]:
+def _checks(declaration: Any) -> list[tuple[str, Callable[[str, Any], object], bool]]:
     hints = get_type_hints(declaration, include_extras=True)
-    found = [(field.name, _check_of(hints[field.name])) for field in fields(declaration)]
-    return [(name, check) for name, check in found if check is not None]
+    found = [(field.name, *_check_of(hints[field.name])) for field in fields(declaration)]
+    return [(name, check, optional) for name, check, optional in found if check is not None]
 
 
-def _check_of(hint: Any) -> Callable[[str, Any], object] | None:
+def _check_of(hint: Any) -> tuple[Callable[[str, Any], object] | None, bool]:
+    """The check of a field, and whether it may be None."""
     metadata = getattr(hint, "__metadata__", ())
     plain = get_args(hint)[0] if metadata else hint
     kinds = get_args(plain) if get_origin(plain) in (Union, types.UnionType) else (plain,)
     given = [kind for kind in kinds if kind is not type(None)]
     special = next((each.call for each in metadata if isinstance(each, Check)), None)
-    check = special or _check_of_kind(given[0] if len(given) == 1 else None)
-    return partial(_unless_none, check) if check is not None and len(given) < len(kinds) else check
+    return special or _check_of_kind(given[0] if len(given) == 1 else None), len(given) < len(kinds)
 
 
 def _check_of_kind(kind: object) -> Callable[[str, Any], object] | None:
@@ -68,10 +68,6 @@ def _check_of_kind(kind: object) -> Callable[[str, Any], object] | None:
     if get_origin(kind) is Literal:
         return partial(_choice, get_args(kind))
     return _callable if get_origin(kind) is Callable else None
-
-
-def _unless_none(check: Callable[[str, Any], object], name: str, value: object) -> object:
-    return None if value is None else check(name, value)
 
 
 def _flag(name: str, value: object) -> object:

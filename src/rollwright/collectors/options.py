@@ -240,7 +240,8 @@ class CollectorOptions:
             ValueError: it has not.
         """
         for name in DEVICES:
-            usable_device(name, getattr(self, name))
+            if (device := getattr(self, name)) is not None:
+                usable_device(name, device)
         if self.cudagraph_policy and not torch.cuda.is_available():
             raise ValueError("cudagraph_policy needs a CUDA device, and there is none. Leave it out.")
 

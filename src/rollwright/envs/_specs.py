@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -34,7 +35,8 @@ class FullSpec:
     def __get__(self, env: EnvSpecs | None, kind: Any = None) -> Composite:
         if env is None:
             return cast(Composite, self)
-        register_as_torchrl()  # a program may import it when it has environments already
+        if "torchrl.data.tensor_specs" in sys.modules:  # a program may import it when it has environments already
+            register_as_torchrl()
         return env.full_spec(self.name)
 
     def __set__(self, env: EnvSpecs, spec: TensorSpec) -> None:
@@ -67,14 +69,18 @@ class Keys:
     def __get__(self, env: EnvSpecs | None, kind: Any = None) -> list[NestedKey]:
         if env is None:
             return cast("list[NestedKey]", self)
-        return env.remember(self.name, lambda: _sorted_keys(getattr(env, f"full_{self.name}_spec")))
+        keys = env._cache.get(self.name)
+        if keys is None:
+            keys = env._cache[self.name] = _sorted_keys(getattr(env, f"full_{self.name}_spec"))
+        return cast("list[NestedKey]", keys)
 
     def __set__(self, env: EnvSpecs, keys: Any) -> None:
         raise AttributeError(f"{self.name}_keys: follow from {self.name}_spec. Set that.")
 
 
 def _sorted_keys(spec: Composite) -> list[NestedKey]:
-    return sorted((unravel(key) for key in spec.leaves()), key=lambda key: (len(as_tuple(key)), as_tuple(key)))
+    paths = sorted(map(as_tuple, spec.leaves()), key=lambda path: (len(path), path))
+    return [path[0] if len(path) == 1 else path for path in paths]
 
 
 def _unbatched(name: str) -> property:
@@ -130,10 +136,13 @@ class EnvSpecs(nn.Module):
     def _finalize(self) -> None:
         """Fill in the specs that the constructor left open, and check those set before ``EnvBase.__init__``."""
         for name in NAMES:
-            if name in self._full_specs:
-                self.set_full_spec(name, self._full_specs[name])
-            else:
+            spec = self._full_specs.get(name)
+            if spec is None:
                 self._default_spec(name)
+            elif spec.device != self._device or spec.shape[: len(self._batch_size)] != self._batch_size:
+                self.set_full_spec(name, spec)
+            elif name == "done":
+                self._complete_done_spec()
         if self._locks_specs:
             self.set_spec_lock_()
 
@@ -184,15 +193,15 @@ class EnvSpecs(nn.Module):
                     f"{name}_spec: expected a Composite that names each entry, got {type(spec).__name__}. "
                     f"Write Composite({name}=spec)."
                 )
-            if name in ("reward", "done") and spec.shape == self.batch_size:
+            if name in ("reward", "done") and spec.shape == self._batch_size:
                 spec = spec.unsqueeze(-1)
-            spec = Composite({name: spec}, shape=self.batch_size)
-        if spec.shape[: len(self.batch_size)] != self.batch_size:
+            spec = Composite({name: spec}, shape=self._batch_size)
+        if spec.shape[: len(self._batch_size)] != self._batch_size:
             raise ValueError(
                 f"{name}_spec: expected a shape that begins with the environment's batch size "
                 f"{list(self.batch_size)}, got {list(spec.shape)}. Pass Composite(..., shape=env.batch_size)."
             )
-        self._full_specs[name] = spec.clone().to(self.device)
+        self._full_specs[name] = spec.clone().to(self._device)
         if name == "done":
             self._complete_done_spec()
         if self.is_spec_locked:
@@ -217,13 +226,14 @@ class EnvSpecs(nn.Module):
 
     def _complete_done_spec(self, *, truncated: bool = False) -> None:
         spec = self.full_spec("done").unlock_()
-        for group in done_groups(spec.leaves()):
-            known = next(spec[key] for key in group.keys if key in spec)
+        leaves, present = spec.leaves(), spec.keys(True)
+        for group in done_groups(leaves):
+            known = next(leaves[key] for key in group.keys if key in leaves)
             wanted: list[NestedKey] = [group.done, group.terminated]
             if truncated and as_tuple(group.done)[-1] == "done":  # a lone flag of another name has no companions
                 wanted.append(unravel((*group.prefix, "truncated")))
             for key in wanted:
-                if key not in spec:
+                if key not in present:
                     spec.set(key, known.clone())
         if self.is_spec_locked:
             spec.lock_()

@@ -346,8 +346,7 @@ def entries_of(
     """
     named = set(columns)
     found = {}
-    for key in spec.leaves():
-        leaf = spec[key]
+    for key, leaf in spec.leaves().items():
         if objects and isinstance(leaf, NonTensor) and not leaf.shape:
             found[unravel(key)] = Entry((), np.dtype(np.object_), False)
             continue

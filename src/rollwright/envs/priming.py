@@ -106,7 +106,8 @@ def _written_as_indices(env: EnvBase, policy: Any) -> list[NestedKey]:
 def _writers_of_one_hot(env: EnvBase, policy: Any) -> list[tuple[NestedKey, nn.Module | None]]:
     if not isinstance(policy, nn.Module):
         return []
-    one_hot = [key for key in env.action_keys if isinstance(env.full_action_spec[key], OneHot)]
+    specs = env.full_action_spec.leaves()
+    one_hot = [key for key in env.action_keys if isinstance(specs[key], OneHot)]
     return [(key, _last_writer(policy, key)) for key in one_hot]
 
 
@@ -117,8 +118,7 @@ def _says_what_it_writes(part: Any) -> bool:
 def _last_writer(policy: nn.Module, key: NestedKey) -> nn.Module | None:
     """The last of the modules in sequence that writes an entry, other than to explore; None: it cannot be told."""
     if isinstance(policy, TensorDictSequential):
-        found = [_last_writer(part, key) for part in policy.module if _writes(part, key)]
-        return found[-1] if found else None
+        return next((_last_writer(part, key) for part in reversed(list(policy.module)) if _writes(part, key)), None)
     if isinstance(policy, TensorDictModuleWrapper):
         return _last_writer(policy.td_module, key)
     return policy if _writes(policy, key) else None

@@ -135,8 +135,8 @@ class Walk:
         return tuple(slots)
 
     def _check_nesting(self, key: NestedKey) -> None:
-        path = as_tuple(key)
-        for other in map(as_tuple, {*self._available, *self.written}):
+        path, others = as_tuple(key), {*self._available, *self.written}
+        for other in [as_tuple(one) for one in others if len(path) > 1 or type(one) is tuple]:
             short = min(len(path), len(other))
             if len(path) != len(other) and path[:short] == other[:short]:
                 raise NotNative(f"{key!r} would replace a nest of entries, or an entry by a nest")

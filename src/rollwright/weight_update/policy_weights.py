@@ -7,6 +7,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Set
+from enum import Enum
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
 _DEPTH = 6  # containers, objects and functions around a module
 _LONGEST = 10_000  # elements of a list that is searched for modules
 _OF_MODULES = vars(nn.Module()).keys()
+_HOLD_NOTHING = (str, int, float, bytes, type(None), type, Enum, ModuleType, torch.dtype, torch.device)
 _LIBRARIES = ("torch.", "torchrl.", "tensordict.", "numpy.", "gymnasium.", "functools.", "rollwright.modules.")
 
 
@@ -171,8 +173,8 @@ def things_in(policy: Any, *, never_copied: bool = False) -> Iterator[tuple[str,
 
 def _with_weights(policy: Any) -> list[tuple[str, Any]]:
     """Modules with weights and tensors that are learned; without modules whose weights are all in one of the others."""
-    found = [(path, thing, _stateful(thing)) for path, thing in things_in(policy)]
-    found = [item for item in found if item[2]]
+    held = [(path, thing) for path, thing in things_in(policy) if isinstance(thing, nn.Module | torch.Tensor)]
+    found = [(path, thing, own) for path, thing in held if (own := _stateful(thing))]
     kept = []
     for index, (path, thing, own) in enumerate(found):
         others = [other for at, (_, _, other) in enumerate(found) if own < other or (own == other and at < index)]
@@ -196,7 +198,8 @@ def _stateful(thing: Any) -> set[int]:
 
 
 def _walk(thing: Any, path: str, depth: int, seen: set[int], never_copied: bool) -> Iterator[tuple[str, Any]]:
-    if id(thing) in seen or type(thing) in weakref.ProxyTypes or _is_env(thing):
+    kind = type(thing)
+    if id(thing) in seen or kind in weakref.ProxyTypes or (hasattr(kind, "step") and _is_env(thing)):
         return
     seen.add(id(thing))
     if is_never_copied(thing):
@@ -208,7 +211,9 @@ def _walk(thing: Any, path: str, depth: int, seen: set[int], never_copied: bool)
         seen.update(map(id, thing.modules()))
     if depth:
         for name, part in parts(thing):
-            yield from _walk(part, _join(path, name), depth - 1, seen, never_copied)
+            if not isinstance(part, _HOLD_NOTHING):
+                below = f"{path}.{name}" if path and name else path or name
+                yield from _walk(part, below, depth - 1, seen, never_copied)
 
 
 def parts(thing: Any) -> Iterator[tuple[str, Any]]:
@@ -221,7 +226,8 @@ def parts(thing: Any) -> Iterator[tuple[str, Any]]:
         for path, module in thing.named_modules():
             if not is_never_copied(module):
                 held = vars(module).items()
-                yield from ((_join(path, name), value) for name, value in held if name not in _OF_MODULES)
+                above = f"{path}." if path else ""
+                yield from ((above + name, value) for name, value in held if name not in _OF_MODULES)
                 if type(module) not in kinds:
                     kinds.add(type(module))
                     yield from ((path, function) for function in _methods(type(module), "forward"))
@@ -240,8 +246,9 @@ def parts(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(index), value) for index, value in enumerate(thing) if len(thing) <= _LONGEST)
     elif not isinstance(thing, type | ModuleType | torch.Tensor | torch.optim.Optimizer):
         yield from list(getattr(thing, "__dict__", {}).items())
-        slots = [name for kind in type(thing).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-        yield from ((name, getattr(thing, name)) for name in slots if name[:2] != "__" and hasattr(thing, name))
+        for slots in [vars(kind).get("__slots__", ()) for kind in type(thing).__mro__]:
+            names = [slots] if isinstance(slots, str) else slots
+            yield from ((name, getattr(thing, name)) for name in names if name[:2] != "__" and hasattr(thing, name))
         yield from (("", function) for function in _methods(type(thing), "__call__"))
 
 
@@ -283,13 +290,11 @@ def is_of_library(function: FunctionType) -> bool:
 
 
 def _is_env(thing: Any) -> bool:
+    """Whether an object that has a ``step`` is an environment."""
     kind = type(thing)
-    return (
-        hasattr(kind, "step")
-        and hasattr(kind, "reset")
-        and any(
-            hasattr(kind, name) or name in getattr(thing, "__dict__", ()) for name in ("action_space", "action_spec")
-        )
+    held = getattr(thing, "__dict__", ())
+    return hasattr(kind, "reset") and any(
+        hasattr(kind, name) or name in held for name in ("action_space", "action_spec")
     )
 
 
@@ -319,10 +324,6 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
 def _is_within(module: nn.Module, tensors: Set[int]) -> bool:
     own = {id(tensor) for tensor in tensors_of(module)}
     return bool(own) and own <= tensors
-
-
-def _names(slots: Any) -> list[str]:
-    return [slots] if isinstance(slots, str) else list(slots)
 
 
 def _join(path: str, name: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright._keys import NestedKey, as_tuple
 from rollwright._tensors import device_of
 
 __all__ = [
@@ -83,13 +83,9 @@ def _group(prefix: tuple[str, ...], names: list[str]) -> DoneGroup:
     done, terminated = DONE, TERMINATED
     if not {DONE, TERMINATED, TRUNCATED} & set(names):
         done = terminated = min(names)  # a flag of another name, such as "env_done", stands for both
-    return DoneGroup(
-        prefix,
-        unravel((*prefix, done)),
-        unravel((*prefix, terminated)),
-        unravel((*prefix, TRUNCATED)) if TRUNCATED in names else None,
-        unravel((*prefix, RESET)),
-    )
+    own = (done, terminated, TRUNCATED, RESET)
+    keys: Sequence[NestedKey] = [(*prefix, name) for name in own] if prefix else own
+    return DoneGroup(prefix, keys[0], keys[1], keys[2] if TRUNCATED in names else None, keys[3])
 
 
 def complete_done(td: TensorDictBase, groups: Iterable[DoneGroup], *, may_contradict: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -31,6 +31,7 @@ class TensorSpec(abc.ABC):
     shape: torch.Size
     dtype: torch.dtype | None
     device: torch.device | None
+    _event_ndim: ClassVar[int] = 0  # trailing dimensions that belong to one value
 
     # What a subclass supplies -----------------------------------------------------------------
 
@@ -235,7 +236,8 @@ class TensorSpec(abc.ABC):
 
         The last dimensions of some specs belong to one value, and do not count.
         """
-        return self.shape.index(-1) if -1 in self.shape else self.ndim
+        shape = self.shape
+        return min(shape.index(-1) if -1 in shape else len(shape), len(shape) - self._event_ndim)
 
     # Shape arithmetic -------------------------------------------------------------------------
 

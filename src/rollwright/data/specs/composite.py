@@ -153,9 +153,9 @@ class Composite(SpecMapping):
             TypeError: the key or the spec is none.
             RuntimeError: it is locked, see :meth:`lock_`.
         """
-        if not is_key(key):
+        if not isinstance(key, str) and not is_key(key):
             raise TypeError(f"key: expected a string or a tuple of strings, got {key!r}.")
-        name, *rest = as_tuple(key)
+        name, *rest = (key,) if isinstance(key, str) else key
         child = self.entries.get(name)
         if rest and isinstance(child, Composite):
             child.set(tuple(rest), spec)
@@ -180,22 +180,24 @@ class Composite(SpecMapping):
             spec = converted(spec)
         if not isinstance(spec, TensorSpec):
             raise TypeError(f"{name!r}: expected a TensorSpec, a mapping of them or None, got {type(spec).__name__}.")
-        if spec.shape[: self.ndim] != self.shape:
-            if isinstance(spec, (Composite, NonTensor)) and spec.shape == self.shape[: spec.ndim]:
-                spec = spec.rebatched(self.shape)
+        shape, batch = spec.shape, self._shape
+        if shape[: len(batch)] != batch:
+            if isinstance(spec, (Composite, NonTensor)) and shape == batch[: len(shape)]:
+                spec = spec.rebatched(batch)
             else:
                 raise ValueError(
-                    f"{name!r}: expected a spec whose shape begins with the Composite's {list(self.shape)}, "
-                    f"got {spec!r}. Use spec.expand({[*self.shape, *spec.shape]}), or another shape "
+                    f"{name!r}: expected a spec whose shape begins with the Composite's {list(batch)}, "
+                    f"got {spec!r}. Use spec.expand({[*batch, *shape]}), or another shape "
                     "for the Composite."
                 )
         if spec.batch_ndim < self.batch_ndim:
             raise ValueError(
-                f"{name!r}: expected a spec whose first {self.ndim} dimensions are batch dimensions, "
+                f"{name!r}: expected a spec whose first {len(batch)} dimensions are batch dimensions, "
                 f"got {spec!r}, "
-                f"whose last ones belong to one value. Expand it to the batch {list(self.shape)} first."
+                f"whose last ones belong to one value. Expand it to the batch {list(batch)} first."
             )
-        return spec if self.device is None else spec.to(self.device)
+        device = self.device
+        return spec if device is None else spec.to(device)
 
     def rebatched(self, shape: torch.Size) -> Self:
         """The same entries with more of their dimensions counted as batch."""
@@ -379,7 +381,7 @@ class Composite(SpecMapping):
         new = copy.copy(self)
         vars(new).pop("_is_locked", None)
         new.entries = entries
-        new._shape = self.shape if shape is None else shape
+        new._shape = self._shape if shape is None else shape
         return new
 
     def _mapped(self, op: Callable[[TensorSpec], TensorSpec], shape: torch.Size | None = None) -> Self:
@@ -389,7 +391,7 @@ class Composite(SpecMapping):
 
     def clone(self) -> Self:
         """A copy of the mapping and of every spec in it."""
-        return self._mapped(lambda spec: spec.clone())
+        return self.with_entries({name: None if spec is None else spec.clone() for name, spec in self.entries.items()})
 
     def to(self, dest: torch.dtype | DeviceLike) -> Self:
         """The Composite on another device, or with all its entries of another dtype."""

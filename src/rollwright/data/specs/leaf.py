@@ -29,15 +29,9 @@ class LeafSpec(TensorSpec):
 
     _fields: ClassVar[tuple[str, ...]] = ()
     _tensors: ClassVar[tuple[str, ...]] = ()
-    _event_ndim: ClassVar[int] = 0  # trailing dimensions that belong to one value
 
     def prepare(self) -> None:
         """Compute what follows from the parameters; called whenever one has changed."""
-
-    @property
-    def batch_ndim(self) -> int:
-        """See :attr:`TensorSpec.batch_ndim`."""
-        return min(super().batch_ndim, self.ndim - self._event_ndim)
 
     def replace(
         self,

@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright._foreign import class_path, library_of_env
 from rollwright._keys import NestedKey, key_str, leaf_keys, place, unravel
-from rollwright.data.specs import Categorical, Unbounded
+from rollwright.data.specs import Categorical, Composite, Unbounded
 from rollwright.data.specs.gymspaces import torch_dtype
 from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import ArrayEnv, Rows, Values
@@ -168,8 +168,7 @@ class GymWrapper(InfoReadingEnv):
         reward_dtype = torch_dtype(self.reward_dtype)
         self.reward_spec = Unbounded((*batch, 1), device=self.device or "cpu", dtype=reward_dtype)
         flag = Categorical(2, shape=(*batch, 1), dtype=torch.bool, device=self.device or "cpu")
-        self.done_spec = flag
-        self.add_truncated_keys()
+        self.done_spec = Composite(done=flag, terminated=flag, truncated=flag, shape=batch)
 
     # Stepping ---------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -410,5 +411,5 @@ def set_exploration_modules_spec_from_env(policy: Any, env: Any) -> None:
     for part in policy.modules() if isinstance(policy, torch.nn.Module) else ():
         if isinstance(part, AdditiveGaussianModule) and part.spec is None:
             part.spec = env.full_action_spec_unbatched
-        elif "AdditiveGaussianModule" in kind_in("torchrl", part) and part.spec is None:
+        elif "torchrl" in sys.modules and "AdditiveGaussianModule" in kind_in("torchrl", part) and part.spec is None:
             part.spec = to_torchrl(env.full_action_spec_unbatched)

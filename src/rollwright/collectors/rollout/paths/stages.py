@@ -126,7 +126,7 @@ def build_step(env: EnvBase, move: Stage, *, reset_when_done: bool, current_has_
 
 def action_check(env: EnvBase) -> Callable[[TensorDictBase], None]:
     """Tests that every action is there and has the shape of its spec; ragged ones are the environment's to test."""
-    ndim, specs = env.ndim, env.full_action_spec
+    ndim, specs = env.ndim, env.full_action_spec.leaves()
     free = {key for key in env.action_keys if isinstance(specs[key], NonTensor) or -1 in specs[key].shape}
     actions = [(key, specs[key]) for key in env.action_keys if key not in free]
     others = env.stand_ins

@@ -1,0 +1,51 @@
+"""Calls of our own, counted: to make a CartPole collector. ``rollout/test_counts.py`` counts those of a step."""
+
+from __future__ import annotations
+
+import pytest
+from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
+from tests.calls import Calls
+from torch import distributions, nn
+
+from rollwright.data import Composite, Unbounded
+from rollwright.envs import GymEnv
+
+
+def actor():
+    """4-64-64-2 with tanh: logits, a one-hot action, its log-prob."""
+    net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+    return TensorDictSequential(
+        TensorDictModule(net, in_keys=["observation"], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(
+            in_keys=["logits"],
+            out_keys=["action"],
+            distribution_class=distributions.OneHotCategorical,
+            return_log_prob=True,
+        ),
+    )
+
+
+POLICIES = {"at random": lambda: None, "actor": actor}
+
+
+@pytest.mark.parametrize(("policy", "most"), [("at random", 650), ("actor", 900)])
+def test_calls_to_make_an_environment_and_a_collector(make, policy, most):
+    for _ in range(2):  # the first time, caches of the process are filled
+        acting = POLICIES[policy]()
+        with Calls() as calls:
+            make(GymEnv("CartPole-v1"), acting, frames_per_batch=200)
+    assert calls.ours <= most
+
+
+def test_the_counting_of_calls():
+    """A function, a generator that goes on three times, and what is in comprehensions."""
+    spec = Composite({"a": Unbounded(), "b": Unbounded()})
+    with Calls() as none:
+        pass
+    with Calls() as calls:
+        spec.leaves()  # has a comprehension, and calls _flat
+        list(spec._present({"a": 0, "b": 0}))  # a generator
+    assert none.ours == 0
+    assert calls.ours == 3
+    assert calls.files == {file for file in calls.files if file.endswith(("composite.py", "mapping.py"))}
+    assert calls.classes == {"rollwright.data.specs.composite.Composite"}
