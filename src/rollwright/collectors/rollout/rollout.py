@@ -175,7 +175,8 @@ class Rollout:
         self._path = path
         self._act = named_range("rollwright.policy", path.act)
         self._step = named_range("rollwright.env", path.step)
-        self._follow = named_range("rollwright.reset", path.follow)
+        follows = type(path).follow is not Path.follow
+        self._follow = named_range("rollwright.reset", path.follow) if follows else None
         self._record = named_range("rollwright.write", path.record if self._write is None else self._record_and_write)
 
     def _record_and_write(self, t: int) -> None:
@@ -369,7 +370,8 @@ class Rollout:
                     stepped = clock()
                     self._record(t)  # the frame goes into the batch's memory
                     recorded = clock()
-                    self._follow(t)  # what ended is reset
+                    if self._follow is not None:
+                        self._follow(t)  # what ended is reset, unless the step has done it
                     seconds["policy"] += acted - begun
                     seconds["env"] += stepped - acted + clock() - recorded
                     seconds["write"] += recorded - stepped
