@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from functools import partial
 
 import pytest
-from tests.collectors.workers.envs import gain, tally
+from tests.collectors.workers.envs import gain
 from tests.collectors.workers.processes import wait_until
-from tests.collectors.workers.remote.stored import check_trajectories, frames_by_name
+from tests.collectors.workers.remote.stored import check_trajectories, frames_by_name, homing
 from tests.ray_cluster import attached
 
 from rollwright.collectors.workers.remote.process_groups import members
@@ -27,15 +26,14 @@ OPTIONS = {
     "ray": {"remote_configs": {"num_cpus": 1}},
 }
 SERVICES = {"process": {}, "ray": {"remote_config": {"num_cpus": 0.1}}}
-WAYS = [
-    ("distributed", "process"),
-    ("rpc", "process"),
-    ("ray", "process"),
-    ("ray", "ray"),
-    pytest.param("tcp", "ray", marks=pytest.mark.slow),
-]
 RESTART = {"on_worker_failure": "restart", "max_restarts": 20, "restart_delay": 0.0}
-SLOW = pytest.param("ray", "ray", marks=pytest.mark.slow)
+
+
+def slow(backend, service):
+    return pytest.param(backend, service, marks=pytest.mark.slow)
+
+
+DISTRIBUTED, RPC, RAY = ("distributed", "process"), ("rpc", "process"), ("ray", "ray")
 ways = partial(pytest.mark.parametrize, ("backend", "service"))
 
 
@@ -89,12 +87,6 @@ def pids(collector):
     return [worker["pid"] for worker in collector.stats()["workers"] if worker["alive"]]
 
 
-def homing(ident):
-    env = tally(ident)
-    env.parent = multiprocessing.parent_process().pid
-    return env
-
-
 def groups(collector):
     """Processes that run groups of workers."""
     return collector.get_distant_attr("env.parent")
@@ -106,7 +98,7 @@ def more(buffer, count=200):
     return wait_until(lambda: buffer.write_count > before + count, 30.0)
 
 
-@ways(WAYS)
+@ways([DISTRIBUTED, RPC, RAY, slow("ray", "process"), slow("tcp", "ray")])
 def test_batches_go_to_the_service_and_counts_are_exact(write, serve, backend, service):
     buffer = serve(service)
     collector = write("sync", backend, buffer.client(), total_frames=400)
@@ -119,7 +111,7 @@ def test_batches_go_to_the_service_and_counts_are_exact(write, serve, backend, s
     assert len(frames_by_name(buffer)) == 400
 
 
-@ways([("distributed", "process"), ("rpc", "process"), SLOW])
+@ways([DISTRIBUTED, slow(*RPC), slow(*RAY)])
 def test_killed_workers_leave_whole_trajectories_and_are_replaced(write, serve, backend, service):
     buffer = serve(service)
     collector = write("async", backend, buffer, trajs_per_batch=1, **RESTART)
@@ -136,7 +128,7 @@ def test_killed_workers_leave_whole_trajectories_and_are_replaced(write, serve, 
     assert len(frames_by_name(buffer)) == buffer.write_count
 
 
-@ways([("distributed", "process"), ("ray", "ray")])
+@ways([DISTRIBUTED, slow(*RAY)])
 def test_a_killed_group_is_replaced_and_every_frame_is_there_once(write, serve, backend, service):
     buffer = serve(service)
     collector = write("async", backend, buffer, trajs_per_batch=1, **RESTART)
@@ -165,7 +157,7 @@ def test_a_member_of_rpc_that_is_killed_is_an_error_and_what_it_wrote_is_stored(
     assert len(frames_by_name(buffer)) == buffer.write_count
 
 
-@ways([("distributed", "process"), ("rpc", "process"), SLOW])
+@ways([RPC, slow(*DISTRIBUTED), slow(*RAY)])
 def test_workers_go_on_when_the_service_comes_back(write, serve, tmp_path, backend, service):
     buffer = serve(service, path=tmp_path / "dumps", dump_every=1)
     collector = write("async", backend, buffer)
@@ -181,7 +173,7 @@ def test_workers_go_on_when_the_service_comes_back(write, serve, tmp_path, backe
     assert len(frames_by_name(buffer)) == buffer.write_count
 
 
-@ways([("distributed", "process"), SLOW])
+@ways([DISTRIBUTED, slow(*RAY)])
 def test_a_service_that_dies_is_an_error_of_the_collector(write, serve, backend, service):
     buffer = serve(service)
     collector = write("async", backend, buffer)
