@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gymnasium
 import pytest
+from tests.variants import in_turn
 
 from rollwright import Collector, GymEnv
 from rollwright.envs import AsyncEnvPool, GymWrapper, ParallelEnv, SerialEnv
@@ -25,11 +26,10 @@ _env = GymEnv("CartPole-v1")
 MAKERS = {"an environment": lambda: _env, "what it wraps": lambda: GymWrapper(_base), "gymnasium's": lambda: _base}
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-def test_one_environment_in_two_places_is_refused(batch, make):
+@pytest.mark.parametrize(("batch", "made"), in_turn(BATCHES, MAKERS))
+def test_one_environment_in_two_places_is_refused(batch, made):
     with pytest.raises(ValueError, match=r"create_env_fn: made the same environment for places 0 and 1 \(Gym"):
-        batch(make)
+        BATCHES[batch](MAKERS[made])
 
 
 USES = {"a rollout": lambda env: env.rollout(3), "a reset": lambda env: env.reset()}

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from tests.variants import in_turn
 from torch import nn
 
 from rollwright.collectors import Collector
@@ -211,9 +212,8 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("python_based", [False, True])
 @pytest.mark.parametrize("kind", [GRUModule, LSTMModule])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "python_based"), in_turn(SOURCES, [False, True]))
 def test_a_recurrent_call_repeats_the_rollout(collect, source, kind, python_based):
     policy = actor(kind, num_layers=2, python_based=python_based)
     collector = collect(SOURCES[source](), policy, frames_per_batch=90, total_frames=180)

@@ -279,7 +279,7 @@ def root(batch: tuple[int, ...], seed: int = 0, dtype: Any = np.float32) -> dict
     }
 
 
-def plain_steps(policy: Any, batch: tuple[int, ...], kind: Type, steps: int = 8) -> list[Any]:
+def plain_steps(policy: Any, batch: tuple[int, ...], kind: Type, steps: int = 4) -> list[Any]:
     """What the plain path writes at each step."""
     written = []
     with torch.no_grad(), set_interaction_type(kind):
@@ -291,7 +291,7 @@ def plain_steps(policy: Any, batch: tuple[int, ...], kind: Type, steps: int = 8)
     return written
 
 
-def flat_steps(flat: Any, batch: tuple[int, ...], kind: Type, steps: int = 8) -> list[dict[Any, np.ndarray]]:
+def flat_steps(flat: Any, batch: tuple[int, ...], kind: Type, steps: int = 4) -> list[dict[Any, np.ndarray]]:
     """What a policy on arrays writes at each step."""
     written = []
     with torch.no_grad(), set_interaction_type(kind), np.errstate(all="ignore"):

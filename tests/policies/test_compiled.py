@@ -16,8 +16,12 @@ from rollwright.policies import array_policy, compile_policy, distributions
 from rollwright.policies.noise import Noise, noise_stream
 
 MIXTURES = [
-    *((Type.RANDOM, batch) for batch in [(), (3,), (64,), (2, 3)]),
-    *((Type.DETERMINISTIC, batch) for batch in [(), (3,)]),
+    (Type.RANDOM, ()),
+    (Type.RANDOM, (64,)),
+    (Type.DETERMINISTIC, (3,)),
+    pytest.param(Type.RANDOM, (3,), marks=pytest.mark.slow),
+    pytest.param(Type.RANDOM, (2, 3), marks=pytest.mark.slow),
+    pytest.param(Type.DETERMINISTIC, (), marks=pytest.mark.slow),
 ]
 IN_NUMPY = [
     "a linear layer",

@@ -6,6 +6,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType as Type
 from tensordict.nn import TensorDictModule, TensorDictSequential
+from tests.variants import in_turn
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -125,8 +126,10 @@ PROCESSES = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"init_random_frames": 16}, {"compile_policy": {"backend": "eager"}}], ids=str)
-@pytest.mark.parametrize("num_envs", [1, 3])
+OPTIONS = [{}, {"init_random_frames": 16}, {"compile_policy": {"backend": "eager"}}]
+
+
+@pytest.mark.parametrize(("options", "num_envs"), in_turn(OPTIONS, [3, 1]))
 @pytest.mark.parametrize("process", PROCESSES)
 def test_batches_of_a_process_are_those_of_the_plain_path(process, num_envs, options):
     found = []

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tests.variants import in_turn
 from torch import nn
 from torch.distributions import OneHotCategorical
 
@@ -50,8 +51,7 @@ def maker(kind, **settings):
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestOneStep:
-    @pytest.mark.parametrize("num_envs", [1, 8, 33])
-    @pytest.mark.parametrize("case", CASES)
+    @pytest.mark.parametrize(("case", "num_envs"), in_turn(CASES, [1, 8, 33]))
     def test_bits_of_the_plain_path(self, kind, case, num_envs):
         make = maker(kind, **CASES[case])
         native, how, _ = collect(make, num_envs)
@@ -61,8 +61,7 @@ class TestOneStep:
         for key in plain.keys(True, True):
             assert torch.equal(native[key], plain[key]), key
 
-    @pytest.mark.parametrize("num_envs", [1, 8])
-    @pytest.mark.parametrize("case", ["one", "no bias", "two layers"])
+    @pytest.mark.parametrize(("case", "num_envs"), in_turn(["one", "no bias", "two layers"], [8, 1]))
     def test_compiled_to_rounding(self, kind, case, num_envs):
         make = maker(kind, **CASES[case])
         compiled, how, _ = collect(make, num_envs, compile_policy=True)

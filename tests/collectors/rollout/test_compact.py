@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.variants import in_turn
 
 from rollwright.collectors import MultiSyncCollector
 from rollwright.collectors.utils import restore_next
@@ -183,8 +184,7 @@ def test_a_failed_rollout_leaves_nothing_behind(make, count):
     assert restored.tolist() == [[1, 2, 1, 2, 1, 2, 1], [1, 2, 3, 1, 2, 3, 1]]
 
 
-@pytest.mark.parametrize("cat_results", ["stack", 0, -1])
-@pytest.mark.parametrize("use_buffers", [None, False])
+@pytest.mark.parametrize(("cat_results", "use_buffers"), in_turn(["stack", 0, -1], [None, False]))
 def test_batches_of_several_workers_can_be_restored(same, cat_results, use_buffers):
     def batches(compact):
         options = {"use_buffers": use_buffers, "compact_obs": compact, "cat_results": cat_results}

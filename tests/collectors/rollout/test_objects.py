@@ -6,6 +6,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensordict.nn import TensorDictModule
+from tests.variants import in_turn
 from torch import nn
 
 from rollwright.collectors import Collector
@@ -77,9 +78,11 @@ ENVS = {
 }
 
 
+OPTIONS = [{}, {"init_random_frames": 12}, {"split_trajs": True}, {"storing_device": "cpu"}]
+
+
 @pytest.mark.filterwarnings("ignore:Collector. split_trajs")
-@pytest.mark.parametrize("options", [{}, {"init_random_frames": 12}, {"split_trajs": True}, {"storing_device": "cpu"}])
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(("options", "name"), in_turn(OPTIONS, list(ENVS)))
 def test_batches_of_the_plain_path(name, options):
     native, how = collect(ENVS[name](), **options)
     plain, _ = collect(ENVS[name](), use_buffers=False, **options)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 from tests.collectors.dialogs import Answers, Dialog, Words, frames_of
+from tests.variants import in_turn
 from torch import nn
 
 from rollwright.collectors import Interruptor
@@ -45,8 +46,7 @@ def check(batch, *, messages=False):
 
 
 @pytest.mark.parametrize("messages", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", [(), (1,), (3,), (2, 2)])
+@pytest.mark.parametrize(("size", "form"), in_turn([(), (1,), (3,), (2, 2)], list(FORMS)))
 def test_a_policy_may_write_ragged_entries_in_any_form(make, size, form, messages):
     env = Dialog(size, messages=messages)
     collector = make(env, Answers(form, messages), frames_per_batch=7 * env.numel(), total_frames=14 * env.numel())

@@ -35,16 +35,15 @@ CASES = [(env, "random") for env in ENVS] + [(env, "sampling") for env in ENVS i
 
 @pytest.mark.parametrize(("env", "policy"), CASES)
 def test_frames_per_batch_does_not_change_the_data(make, same, stream, env, policy):
-    """1, 10 and 20 frames an environment give the same stream, ids included."""
+    """1 and 20 frames an environment give the same stream, ids included."""
     streams = []
-    for steps in (1, 10, 20):
+    for steps in (1, 20):
         num_envs, most = 2 if env in ("serial", "vector") else 1, 220 if env == "pendulum" else 140
         collector = make(ENVS[env], POLICIES[policy](), frames_per_batch=steps * num_envs, total_frames=most * num_envs)
         collector.set_seed(7)
         streams.append(stream(collector))
     assert int(streams[0]["collector", "traj_ids"].max()) >= (1 if env == "pendulum" else 3)
-    same(streams[0], streams[1])
-    same(streams[0], streams[2])
+    same(*streams)
 
 
 @pytest.mark.parametrize(("env", "policy"), CASES)

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from tests.variants import in_turn
 
 from rollwright.collectors.rollout.paths import choice as path_choice
 from rollwright.envs import Compose, GymEnv, RewardSum, StepCounter, TransformedEnv, VecNorm
@@ -167,8 +168,10 @@ def reset_in_part(collector):
     collector.reset([1])
 
 
-@pytest.mark.parametrize("ready", [untouched, seeded, stepped, reset, reset_in_part])
-@pytest.mark.parametrize("options", [{}, {"reset_at_each_iter": True}])
+@pytest.mark.parametrize(
+    ("ready", "options"),
+    in_turn([untouched, seeded, stepped, reset, reset_in_part], [{}, {"reset_at_each_iter": True}]),
+)
 def test_a_restored_collector_goes_on_from_wherever_the_first_one_stood(build, same, ready, options):
     first = build(**options)
     ready(first)

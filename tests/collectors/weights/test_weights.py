@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
+from tests.variants import in_turn
 from torch import nn
 
 from rollwright import Collector
@@ -336,8 +337,7 @@ class Shifted(nn.Module):
         return self.layer(x - self.mean)
 
 
-@pytest.mark.parametrize("kind", ["direct", "sync", "async"])
-@pytest.mark.parametrize("other", [False, True], ids=["itself", "another module"])
+@pytest.mark.parametrize(("kind", "other"), in_turn(["direct", "sync", "async"], [False, True]))
 def test_buffers_that_a_state_dict_leaves_out_arrive(kind, other):
     policy = TensorDictModule(Shifted(), ["observation"], ["action"])
     options = {} if kind == "direct" else {"num_collectors": 1, "sync": kind == "sync"}

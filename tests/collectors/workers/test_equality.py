@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from tests.collectors.workers.envs import IDENT, IDS, gain, makers, sampling, tallies, tally
 from tests.collectors.workers.frames import check, flat, per_worker
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector
 from rollwright.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
@@ -211,8 +212,7 @@ def test_a_restored_asynchronous_collector_delivers_what_each_worker_would_have(
 # Ids -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-@pytest.mark.parametrize("maker", [tally, tallies], ids=["one", "three"])
+@pytest.mark.parametrize(("maker", "kind"), in_turn([tally, tallies], ["sync", "async"]))
 def test_ids_are_unique_and_nothing_is_missing(make, kind, maker):
     collector = make(kind, makers(3, make=maker), gain(), frames_per_batch=45, total_frames=45 * 40)
     found = check(list(collector))

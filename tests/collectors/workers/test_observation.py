@@ -16,7 +16,7 @@ from tensordict.nn import TensorDictModule
 from tests.collectors.workers.envs import IDENT, STEP, Trouble, gain, makers, one_bad, sampling, tallies, tally
 from tests.collectors.workers.frames import check, flat
 from tests.collectors.workers.processes import wait_until
-from tests.variants import one_quick
+from tests.variants import in_turn, one_quick
 
 from rollwright._memory import Segment
 from rollwright.collectors import Collector
@@ -292,8 +292,7 @@ def saved(state):
 ENVS = {"one": (tally, sampling), "three": (tallies, sampling), "cartpole": (lambda ident: GymEnv("CartPole-v1"), None)}
 
 
-@pytest.mark.parametrize("after", [0, 3])
-@pytest.mark.parametrize("case", ENVS)
+@pytest.mark.parametrize(("case", "after"), in_turn(ENVS, [0, 3]))
 def test_a_restored_run_goes_on_to_the_bit(make, same, case, after):
     maker, policy = ENVS[case]
     envs = [partial(maker, worker) for worker in range(2)]

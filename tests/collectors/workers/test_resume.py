@@ -9,6 +9,7 @@ import warnings
 import pytest
 from tests.collectors.workers.envs import VERSION, gain, makers
 from tests.collectors.workers.processes import wait_until
+from tests.variants import in_turn
 
 from rollwright.errors import WorkerError
 
@@ -22,8 +23,7 @@ def acted(batches):
     return values, {int(tag) for batch in batches for tag in batch[VERSION].unique()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("some", [None, [1]], ids=["all", "one"])
+@pytest.mark.parametrize(("kind", "some"), in_turn(KINDS, [None, [1]]))
 def test_a_state_right_after_an_update_holds_the_new_weights(make, kind, some):
     options = {"frames_per_batch": 10, "track_policy_version": True}
     first = make(kind, makers(), gain(1.0), **options)
@@ -59,8 +59,7 @@ def test_what_was_published_before_a_load_is_not_taken_after_it(make, kind):
     assert wait_until(lambda: acted([collector.next()]) == ({3.0}, {1}), 30.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lacks", ["policy_state_dict", "streams"])
+@pytest.mark.parametrize(("lacks", "kind"), in_turn(["policy_state_dict", "streams"], KINDS))
 def test_no_worker_loads_what_another_one_refuses(make, kind, lacks):
     options = {"frames_per_batch": 10, "track_policy_version": True}
     state = make(kind, makers(), gain(5.0), **options).state_dict()

@@ -15,6 +15,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector, RandomPolicy
 from rollwright.data import Bounded, Categorical, Composite, Unbounded
@@ -124,8 +125,10 @@ def test_rollouts_keep_to_the_masks_of_the_environments(name):
         env.close()
 
 
-@pytest.mark.parametrize("use_buffers", [True, False])
-@pytest.mark.parametrize("name", [name for name in BATCHES if "view" not in name and "unlike" not in name])
+COLLECTED = [name for name in BATCHES if "view" not in name and "unlike" not in name]
+
+
+@pytest.mark.parametrize(("name", "use_buffers"), in_turn(COLLECTED, [True, False]))
 def test_collected_random_actions_keep_to_the_masks_of_the_environments(name, use_buffers):
     collector = Collector(BATCHES[name](), None, frames_per_batch=36, total_frames=72, use_buffers=use_buffers)
     try:
@@ -135,8 +138,9 @@ def test_collected_random_actions_keep_to_the_masks_of_the_environments(name, us
         collector.shutdown()
 
 
-@pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("given", ["random", "policy of another environment", "made in the worker"])
+@pytest.mark.parametrize(
+    ("given", "sync"), in_turn(["random", "policy of another environment", "made in the worker"], [True, False])
+)
 def test_workers_keep_to_the_masks_of_their_environments(given, sync):
     other = SerialEnv(3, makers())
     other.rollout(3)

@@ -14,6 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tests.patience import patient
 from tests.programs import Programs
+from tests.variants import one_quick
 
 from rollwright.data import Composite, OneHot, Unbounded
 from rollwright.envs import EnvBase, SerialEnv, StepCounter, TransformedEnv, check_env_specs
@@ -149,7 +150,7 @@ def test_bad_arguments_leave_nothing_behind(args: tuple, kwargs: dict, error: ty
         assert "height=1" in str(caught.value.__cause__.__cause__)  # the traceback from there
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", one_quick(["fork", "spawn"], "fork"))  # the latter imports everything
 def test_other_ways_to_start(make: Make, method: str) -> None:
     assert make(2, Steps, mp_start_method=method, num_processes=1).rollout(2).batch_size == (2, 2)
 

@@ -175,10 +175,10 @@ def test_environments_go_wherever_environments_go(given):
 
 
 def test_workers_and_processes():
-    env = ParallelEnv(2, make)
+    env = ParallelEnv(2, make, num_processes=1)  # each of these imports the package
     assert env.rollout(3)["next", "reward"].shape == (2, 3, 1)
     env.close()
-    collector = MultiSyncCollector([make, make], frames_per_batch=20, total_frames=20)
+    collector = MultiSyncCollector([make], frames_per_batch=20, total_frames=20)
     assert next(iter(collector))["action"].numel() == 20 * 6
     collector.shutdown()
 

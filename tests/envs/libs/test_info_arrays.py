@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.envs.libs.test_pettingzoo_arrays import assert_equal
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector
 from rollwright.data import Composite, NonTensor, Unbounded
@@ -125,8 +126,10 @@ def assert_paths_agree(make, **options):
     return ours, path
 
 
-@pytest.mark.parametrize("options", [{}, {"compact_obs": True}, {"max_frames_per_traj": 3}], ids=str)
-@pytest.mark.parametrize("name", [name for name in ENVS if "transforms" not in name])
+OPTIONS = [{}, {"compact_obs": True}, {"max_frames_per_traj": 3}]
+
+
+@pytest.mark.parametrize(("name", "options"), in_turn([name for name in ENVS if "transforms" not in name], OPTIONS))
 def test_what_readers_read_is_that_of_the_plain_path(name, options):
     ours, path = assert_paths_agree(ENVS[name], **options)
     assert path == "native: NumPy arrays"
@@ -159,8 +162,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("first", [1, 2, 5, 7])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "first"), in_turn(CHANGES, [1, 2, 5, 7]))
 @pytest.mark.parametrize("wrap", [lambda make: make(), lambda make: SerialEnv(2, make)], ids=["one", "serial"])
 def test_readers_that_write_more_end_as_the_plain_path(wrap, change, first):
     def outcome(**options):

@@ -11,6 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from tests.variants import in_turn
 
 from rollwright.envs import DMControlEnv, GymEnv, GymWrapper
 from rollwright.errors import EnvError, MissingExtraError
@@ -127,8 +128,9 @@ def test_errors_of_names_are_those_of_gymnasium() -> None:
         GymEnv("no_such_module:Nowhere-v0")
 
 
-@pytest.mark.parametrize("name", ["ALE/Pong-v5", "ale_py:ALE/Pong-v5", "PongNoFrameskip-v4"])
-@pytest.mark.parametrize("skip", [None, 1, 4])
+@pytest.mark.parametrize(
+    ("name", "skip"), in_turn(["ALE/Pong-v5", "ale_py:ALE/Pong-v5", "PongNoFrameskip-v4"], [None, 1, 4])
+)
 def test_frames_of_atari(name: str, skip: int | None) -> None:
     pytest.importorskip("ale_py")
     env = GymEnv(name, frame_skip=skip, obs_type="ram", repeat_action_probability=0.0)

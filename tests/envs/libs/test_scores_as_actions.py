@@ -13,6 +13,7 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from tests.variants import in_turn
 from torch import nn
 
 from rollwright.collectors import Collector
@@ -127,8 +128,7 @@ def collected(make: Callable[[], EnvBase], one_hot: bool, **options: Any) -> Ten
     return torch.cat(batches, -1)
 
 
-@pytest.mark.parametrize("env", ENVS)
-@pytest.mark.parametrize("options", [{}, {"use_buffers": False}], ids=["buffers", "no buffers"])
+@pytest.mark.parametrize(("env", "options"), in_turn(ENVS, [{}, {"use_buffers": False}]))
 def test_collected_scores_are_recorded_and_their_largest_is_played(env: str, options: dict) -> None:
     scores, one_hot = collected(ENVS[env], False, **options), collected(ENVS[env], True, **options)
     assert scores["next", "done"].any()

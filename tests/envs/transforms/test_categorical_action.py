@@ -13,6 +13,7 @@ from tensordict.nn import (
     TensorDictSequential,
 )
 from tensordict.nn import TensorDictModule as Mod
+from tests.variants import in_turn
 from torch import distributions, nn
 
 from rollwright.collectors import Collector, MultiSyncCollector
@@ -149,8 +150,7 @@ def collect(make, policy, **options):
         return batch, collector.stats()["paths"]["env"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(("name", "policy"), in_turn(ENVS, list(POLICIES)))
 def test_what_was_written_is_recorded_and_played(name, policy):
     arrays, how = collect(ENVS[name], POLICIES[policy](), init_random_frames=16)
     plain, _ = collect(ENVS[name], POLICIES[policy](), init_random_frames=16, use_buffers=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector
 from rollwright.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
@@ -21,8 +22,7 @@ def both(padding: str, steps: int = 120) -> TensorDict:
         return collector.next()
 
 
-@pytest.mark.parametrize("span", [False, (True, False)])
-@pytest.mark.parametrize("padding", ["same", "constant"])
+@pytest.mark.parametrize(("padding", "span"), in_turn(["same", "constant"], [False, (True, False)]))
 @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
 def test_they_equal_those_of_the_environment(storage, padding, span):
     frames = both(padding)

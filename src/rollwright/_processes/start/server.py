@@ -66,8 +66,7 @@ def main(fd: int, *others: str) -> None:
     allow_interrupts()
     os.chdir(os.sep)  # torch does not compute in a folder that was deleted, and workers begin in that of the program
     with contextlib.suppress(ImportError):  # which workers report
-        importlib.import_module("rollwright._preload")
-        for name in others:
+        for name in (*others, "rollwright._preload"):  # which looks up where all modules lie that are there by then
             importlib.import_module(name)
     util._close_stdin()  # type: ignore[attr-defined]
     gc.freeze()  # a collection in a forked process would look through what is imported, and so copy its pages

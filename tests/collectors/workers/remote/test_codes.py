@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.collectors.workers.envs import gain, makers
 from tests.collectors.workers.remote.proxy import Proxy
+from tests.variants import in_turn
 
 from rollwright._processes.network import handshake
 from rollwright.collectors.workers.remote.launchers import LocalLauncher
@@ -55,8 +56,7 @@ def distant(monkeypatch):
     monkeypatch.setattr(handshake, "_is_local", lambda end: False)
 
 
-@pytest.mark.parametrize("is_back", [False, True], ids=["to the collector", "to the host"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "is_back"), in_turn(FAULTS, [False, True]))
 def test_a_host_whose_messages_are_touched_is_lost_with_its_name(make, distant, monkeypatch, fault, is_back):
     alter, launch = Meddling(fault, is_back), LocalLauncher.launch
     with contextlib.ExitStack() as stack:

@@ -33,6 +33,7 @@ from tests.collectors.workers.envs import (
 )
 from tests.collectors.workers.processes import alive, descendants, gone, heard, num_fds, open_files, wait_until
 from tests.patience import patient
+from tests.variants import in_turn
 
 from rollwright import Collector
 from rollwright._processes.network.addresses import SECRET
@@ -70,21 +71,19 @@ def pids(collector):
 # The same as local workers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"cat_results": 0},
-        {"cat_results": -1},
-        {"make": tallies, "cat_results": 0},
-        {"make": tallies},
-        {"postproc": lambda batch: batch.exclude("instance")},
-    ],
-    ids=["stack", "first", "time", "batched, first", "batched", "postproc"],
-)
-@pytest.mark.parametrize("per", [1, 2], ids=["two groups", "one group"])
-def test_synchronous_batches_are_those_of_local_workers(make, remote, per, options):
-    options = dict(options)
+SHAPES = {
+    "stack": {},
+    "first": {"cat_results": 0},
+    "time": {"cat_results": -1},
+    "batched": {"make": tallies},
+    "batched, first": {"make": tallies, "cat_results": 0},
+    "postproc": {"postproc": lambda batch: batch.exclude("instance")},
+}
+
+
+@pytest.mark.parametrize(("shape", "per"), in_turn(SHAPES, [1, 2]))
+def test_synchronous_batches_are_those_of_local_workers(make, remote, shape, per):
+    options = dict(SHAPES[shape])
     env = makers(make=options.pop("make", tally))
     found = []
     for build in (make, partial(remote, per=per)):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector
 from rollwright.data import (
@@ -150,8 +151,7 @@ def test_one_source_is_told_apart_by_other_keys(sampler, key, seed, size, calls)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("storage", ["tensor", "memmap", "shared"])
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("storage", "dim"), in_turn(["tensor", "memmap", "shared"], [0, 1]))
 @settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -232,8 +232,7 @@ def test_what_is_left_of_a_trajectory_is_drawn_too(sampler):
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("envs", [1, 2])
-@pytest.mark.parametrize("way", ["extend", "into_buffer", "flattened"])
+@pytest.mark.parametrize(("way", "envs"), in_turn(["extend", "into_buffer", "flattened"], [1, 2]))
 def test_the_next_observation_is_the_observation_of_the_next_frame(way, envs, sampler):
     """Batches of CartPole that end in the middle of trajectories, over a ring that wraps around."""
     torch.manual_seed(0)

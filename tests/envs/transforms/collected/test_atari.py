@@ -62,7 +62,7 @@ def test_one_game(both_paths):
 
 def test_games_in_processes(both_paths):
     def make():
-        env = TransformedEnv(ParallelEnv(2, game))
+        env = TransformedEnv(ParallelEnv(2, game, num_processes=1))
         return pictures(env.append_transform(RenameTransform(["pixels"], ["raw"])), "raw")
 
     td = both_paths(make, frames=60, batches=1)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tests.variants import in_turn
 
 from rollwright.collectors import Collector
 from rollwright.envs import (
@@ -51,8 +52,7 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"use_buffers": False}], ids=["arrays", "tensordicts"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("name", "options"), in_turn(MAKERS, [{}, {"use_buffers": False}]))
 def test_the_tail_is_that_of_an_uninterrupted_run(name, options):
     def collector():
         return Collector(MAKERS[name](), None, frames_per_batch=48, total_frames=192, **options)
