@@ -27,20 +27,24 @@ if __name__ == "__main__":
 """
 
 
-def run(tmp_path, *arguments):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def program(tmp_path):
+    """Its file."""
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
 
 
-def test_the_soft_limit_is_raised_to_the_hard_one(tmp_path):
-    ended = run(tmp_path, "24", "1000", "tcp")
+def test_the_soft_limit_is_raised_to_the_hard_one(program):
+    """When the package is imported: in a new interpreter."""
+    command = [sys.executable, program, "24", "1000", "tcp"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.stdout.split() == ["1", "1000", "1000"], ended.stderr
 
 
 @pytest.mark.parametrize("backend", ["tcp", "process"])
-def test_too_many_open_files_are_an_error_that_names_the_limit(tmp_path, backend):
-    ended = run(tmp_path, "24", "24", backend)
+def test_too_many_open_files_are_an_error_that_names_the_limit(programs, program, backend):
+    ended = programs.run(program, "24", "24", backend)
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
     assert "MultiSyncCollector with 2 workers: this process may have 24 open files" in last

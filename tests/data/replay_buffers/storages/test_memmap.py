@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import warnings
 
@@ -269,14 +267,14 @@ def test_other_files_stay(tmp_path):
 
 
 @pytest.mark.parametrize("auto_cleanup", [None, False, True])
-def test_files_may_end_with_the_process(auto_cleanup, tmp_path):
+def test_files_may_end_with_the_process(programs, auto_cleanup, tmp_path):
     program = f"""
 import torch
 from rollwright.data import LazyMemmapStorage
 storage = LazyMemmapStorage(10, scratch_dir={str(tmp_path / "rows")!r}, auto_cleanup={auto_cleanup})
 storage.append(torch.arange(3))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    done = programs.run("-c", program)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "rows").exists() is not (auto_cleanup is True)
 
