@@ -105,7 +105,7 @@ def _collect(make, seed, frames, batches, policy, **options):
         return found, collector.stats()["paths"]["env"], state
 
 
-def _both(make, *, seed=3, frames=40, batches=3, policy=None, **options):
+def _both(make, *, seed=3, frames=40, batches=2, policy=None, **options):
     native, how, state = _collect(make, seed, frames, batches, policy, **options)
     plain, _, expected = _collect(make, seed, frames, batches, policy, use_buffers=False)
     assert how.startswith("native: NumPy arrays"), how

@@ -66,8 +66,9 @@ def main(fd: int, *others: str) -> None:
     allow_interrupts()
     os.chdir(os.sep)  # torch does not compute in a folder that was deleted, and workers begin in that of the program
     with contextlib.suppress(ImportError):  # which workers report
-        for name in (*others, "rollwright._preload"):  # which looks up where all modules lie that are there by then
+        for name in others:
             importlib.import_module(name)
+        importlib.import_module("rollwright._preload")  # last: it looks up where all modules lie
     util._close_stdin()  # type: ignore[attr-defined]
     gc.freeze()  # a collection in a forked process would look through what is imported, and so copy its pages
     with socket.socket(fileno=fd) as line:

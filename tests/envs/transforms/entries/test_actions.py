@@ -135,7 +135,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_on_arrays_as_on_tensordicts(name, both_paths):
-    td = both_paths(MAKERS[name], frames=48)
+    td = both_paths(MAKERS[name], frames=48, batches=3)
     assert td["next", "done"].sum() > 3
 
 

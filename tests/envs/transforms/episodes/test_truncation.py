@@ -86,7 +86,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_on_arrays_as_on_tensordicts(name, both_paths):
-    td = both_paths(MAKERS[name], frames=96)
+    td = both_paths(MAKERS[name], frames=96, batches=3)
     assert td["next", "truncated"].sum() > 5
 
 
