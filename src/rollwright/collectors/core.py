@@ -180,34 +180,18 @@ class DataCursor:
     def dropped(self) -> None:
         """Trajectories that ended and were not delivered never will be: on purpose."""
 
-    def save_undelivered(self) -> torch.Tensor | None:
-        """Where trajectories come from that ended and were not delivered; None: the state of the path has that."""
-        return None
-
-    def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
-        """Go on with trajectories that are held.
+    def load_undelivered(self, held: Iterable[tuple[int, TensorDictBase]]) -> None:
+        """Go on with trajectories that are held, and that the state has without their ids.
 
         Args:
-            saved: of :meth:`save_undelivered`.
             held: ids of the trajectories that are held now, and their first frames.
-        """
-
-    def save_parts(self) -> tuple[torch.Tensor, list[str]] | None:
-        """Trajectories of which a part was delivered, and their names, for people; None: they may begin again."""
-        return None
-
-    def end_parts(self, saved: torch.Tensor) -> None:
-        """What was delivered in part, and cannot go on, has ended.
-
-        Args:
-            saved: of :meth:`save_parts`.
         """
 
     def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
         """Saved states for another number of workers.
 
         Args:
-            states: of :meth:`Path.state_dict`, of all workers.
+            states: of :meth:`state_dict`, of all workers.
             count: of those that go on.
 
         Raises:
@@ -216,7 +200,7 @@ class DataCursor:
         raise ValueError("what is in progress belongs to the environment of one worker.")
 
     def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any] | None:
-        """What :meth:`Path.load_state_dict` of another process needs to go on behind what was delivered.
+        """What :meth:`load_state_dict` of another process needs to go on behind what was delivered.
 
         Args:
             ids: of trajectories that count as delivered, too; None: all that ended in the last batch.
@@ -225,6 +209,35 @@ class DataCursor:
             None: where it goes on depends on nothing that was delivered.
         """
         return None
+
+    def go_back(self, *, keeps: bool = True) -> bool:
+        """Nobody gets the last batch, or the one in progress: go on from where it began.
+
+        May be called again.
+
+        Args:
+            keeps: whether steps that were taken may be kept for the next batch; if not, they are taken again.
+
+        Returns:
+            False: it cannot, and the path begins again.
+        """
+        return False
+
+    def state_dict(self) -> tuple[dict[str, Any], list[str]] | None:
+        """What is in progress, and what of it cannot be saved; None: environment and current TensorDict are all."""
+        return None
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise what :meth:`load_state_dict` would raise of a state of another make; nothing is changed."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
+        """Go on from a saved state.
+
+        Args:
+            state_dict: of :meth:`state_dict`, or of :meth:`place`.
+            ids_are_free: whether trajectory ids in it have no other use; if not, they are replaced.
+        """
+        raise NotImplementedError
 
 
 class Path(ABC):
@@ -339,16 +352,6 @@ class Path(ABC):
         """Drop the current TensorDict for good: what it came from has changed."""
         self.current = None
 
-    def go_back(self, *, keeps: bool = True) -> None:
-        """Nobody gets the last batch, or the one in progress: go on from where it began; else begin all again.
-
-        May be called again.
-
-        Args:
-            keeps: whether steps that were taken may be kept for the next batch; if not, they are taken again.
-        """
-        self.current = None
-
     def ended(self) -> Sequence[tuple[float, int]] | None:
         """Returns and lengths of the trajectories that ended in the last batch; None: the batch shows them."""
         return None
@@ -363,26 +366,6 @@ class Path(ABC):
         current = self.current
         ids = None if current is None else current.get(("collector", "traj_ids"), None)
         return None if ids is None else ids.reshape(-1).cpu().numpy()
-
-    def flattened(self, batch: TensorDictBase) -> TensorDictBase:
-        """The last batch as ``[N]``, row after row, without what was not taken."""
-        return batch.reshape(-1)
-
-    def state_dict(self) -> tuple[dict[str, Any], list[str]] | None:
-        """What is in progress, and what of it cannot be saved; None: the current TensorDict is all that there is."""
-        return None
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
-        """Raise what :meth:`load_state_dict` would raise of a state of another make; nothing is changed."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
-        """Go on from a saved state.
-
-        Args:
-            state_dict: of :meth:`state_dict`, or of :meth:`DataCursor.place`.
-            ids_are_free: whether trajectory ids in it have no other use; if not, they are replaced.
-        """
-        raise NotImplementedError
 
     def stats(self) -> dict[str, Any]:
         """What it adds to ``stats()`` of a collector."""

@@ -230,6 +230,22 @@ def test_what_was_held_counts_as_delivered_after_a_restore_into_a_collector_that
     assert len(done) == 2 * sum(1 + number * 7 % 4 for number in range(PROMPTS))
 
 
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=lambda options: "-".join(options))
+def test_a_state_of_another_number_of_slots_goes_on_from_its_place_in_the_data(options):
+    with LLMCollector(chats(3), answer, **options) as first, LLMCollector(chats(2), answer, **options) as second:
+        found = turns(first.next())
+        with pytest.warns(UserWarning, match="begins anew, .*batch size"):
+            second.load_state_dict(copied(first.state_dict()))
+        for batch in second:
+            new = turns(batch)
+            assert not new.keys() & found.keys()
+            found |= new
+        dropped = second.stats()["conversations_dropped"]
+    wanted = {(number, 0, 0, turn) for number in range(PROMPTS) for turn in range(1 + number * 7 % 4)}
+    assert len({name[0] for name in wanted - found.keys()}) == dropped
+    assert dropped == (0 if "trajs_per_batch" in options else 3)
+
+
 def test_conversations_that_cannot_be_saved_begin_again():
     class Unsaved(Talks):
         state_dict = None

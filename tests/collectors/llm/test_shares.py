@@ -120,7 +120,7 @@ def test_a_replaced_worker_sees_that_its_share_is_over():
     with make(0, trajs_per_batch=2) as first, make(0, trajs_per_batch=2) as second:
         assert sum(1 for _ in first)
         path = second._rollout.path
-        path.load_state_dict(first._rollout.path.cursor.place(), ids_are_free=True)
+        path.cursor.load_state_dict(first._rollout.path.cursor.place(), ids_are_free=True)
         path.cursor.look_ahead()
         assert path.cursor.is_over
         assert list(second) == []

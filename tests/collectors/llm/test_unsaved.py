@@ -148,6 +148,26 @@ def test_no_turn_comes_twice_after_restores(kind, batches):
     assert all(re.search(rf"prompt {number} \(epoch 0, repeat 0\)[^;]*counts as dropped", said) for number in lost)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_turn_comes_twice_where_all_begins_anew(kind):
+    """As in a worker one of whose batches was lost: conversations that were delivered in part end."""
+    create, policy, options = KINDS[kind]
+    found, times = collections.Counter(), 0
+    with LLMCollector(create(environment=Saved), policy=policy(), **options) as collector:
+        while (batch := collector.next()) is not None:
+            rows = [row for row in batch.reshape(-1).unbind(0) if row["collector", "traj_ids"] >= 0]
+            found.update(tuple(int(row[key]) for key in KEYS) for row in rows)
+            if collector.stats()["conversations_in_progress"] and times < 2:
+                times += 1
+                with pytest.warns(RuntimeWarning, match="turns of it were delivered"):
+                    collector._rollout.start_over()
+        dropped = collector.stats()["conversations_dropped"]
+    wanted = {(number, turn) for number in range(8) for turn in range(number % 4 + 1)}
+    assert set(found.values()) == {1}
+    assert {number for number, turn in found if not turn} == set(range(8))
+    assert dropped == len({number for number, _ in wanted - found.keys()}) > 0
+
+
 def one_chat(slots=1):
     return ChatEnv.from_dataloader(
         [{"tokens": [1, 1], "turns": 3}],

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from numpy.typing import NDArray
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 
 from rollwright._keys import NestedKey, is_private, key_str
 from rollwright._warnings import warn_user
@@ -20,10 +20,10 @@ from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import placed, td_from, td_state
-from rollwright.data.layout import split_trajectories
+from rollwright.data.layout import TRAJ_IDS, split_trajectories
 from rollwright.errors import NoSilentEnd
 
-__all__ = ["RolloutDelivery", "split"]
+__all__ = ["RolloutDelivery", "split", "turns_taken"]
 
 _ENDLESS = "This collector has no end (total_frames=-1), hence no length. Pass total_frames= to set one."
 _UNKNOWN = (
@@ -35,6 +35,15 @@ _UNKNOWN = (
 def split(batch: TensorDictBase) -> TensorDictBase:
     """Trajectories of a batch, padded."""
     return split_trajectories(batch, prefix="collector")
+
+
+def turns_taken(frames: TensorDictBase) -> TensorDictBase:
+    """Frames ``[n]`` of conversations without the blank ones, which stand where the data was over."""
+    ids = frames.get(TRAJ_IDS, None) if isinstance(frames, LazyStackedTensorDict) else None
+    if ids is None or not bool((ids < 0).any()):
+        return frames
+    kept = [frame for frame, number in zip(frames.unbind(0), ids.tolist(), strict=True) if number >= 0]
+    return LazyStackedTensorDict(*kept, stack_dim=0, stack_dim_name="time")
 
 
 def make_assembler(rollout: Rollout) -> TrajectoryAssembler | None:
@@ -229,8 +238,7 @@ class RolloutDelivery(Delivery):
             saved = {name: [td_state(td) for td in held[name]] for name in ("open", "complete")}
         except Exception as error:
             return None, [f"objects in held trajectories: cannot be pickled: {type(error).__name__}: {error}"]
-        undelivered = self.rollout.path.cursor.save_undelivered()
-        return {**held, **saved, **({} if undelivered is None else {"undelivered": undelivered})}, []
+        return {**held, **saved}, []
 
     def check_held(self, held: Mapping[str, Any] | None) -> None:
         """Raise what :meth:`load_held` would raise of damaged frames; nothing is changed."""
@@ -262,7 +270,7 @@ class RolloutDelivery(Delivery):
         saved_ids = None if trajectories is None or ids is None else _saved_ids(trajectories)
         fresh = () if ids_are_free else rollout.ids.take(len(loaded["complete"])).tolist()
         assembler.load_state_dict({**held, **loaded}, ids, fresh, saved_ids)
-        rollout.path.cursor.load_undelivered(placed(held).get("undelivered"), assembler.first_frames())
+        rollout.path.cursor.load_undelivered(assembler.first_frames())
 
     # What subclasses do with a batch --------------------------------------------------------------
 
@@ -299,7 +307,7 @@ class RolloutDelivery(Delivery):
         if options.split_trajs:
             batch = self._split(batch)
         if options.flatten_data and batch.ndim != 1:
-            batch = batch.reshape(-1) if options.split_trajs else self.rollout.path.flattened(batch)
+            batch = batch.reshape(-1) if options.split_trajs else turns_taken(batch.reshape(-1))
         if options.postproc is not None:
             with NoSilentEnd("postproc"):
                 batch = options.postproc(batch)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
 from rollwright._keys import key_str
@@ -28,7 +29,6 @@ from rollwright.weight_update.policy_weights import is_never_copied, weights_of
 
 __all__ = ["SavedState", "check_entries", "warn_of_unsaved"]
 
-_ENDS = "turns of it were delivered, and no turn comes twice, so it ends there, and counts as dropped"
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
@@ -53,23 +53,21 @@ class SavedState:
         ``engine_state_dict``): these are live, as everywhere in torch.
         """
         rollout = self._rollout
-        own = rollout.path.state_dict()
+        own, now = rollout.path.cursor.state_dict(), rollout.state()
         state: OrderedDict[str, Any] = OrderedDict()
         if (weights := self._weights()) is not None:
             state["policy_state_dict"] = _own_state(weights)
         held, unheld = self._delivery.save_held()
         if own is None:
             checkpoint = save_env(rollout.env)
-            trajectories, objects = (None, []) if checkpoint.unsaved else _trajectories(rollout.state())
+            trajectories, objects = (None, []) if checkpoint.unsaved else _trajectories(now)
             state["env_state_dict"] = copy.deepcopy(rollout.env.state_dict())  # statistics go on
             state["env_checkpoint"] = checkpoint.state
-            unsaved = [*checkpoint.unsaved, *objects, *unheld, *_kept_by_policy(rollout.policy)]
-            if (parts := rollout.path.cursor.save_parts()) is not None:
-                state["in_parts"] = parts[0]
-                unsaved += [f"{name}: {_ENDS}" for name in parts[1]] if trajectories is None else []
+            unsaved = [*checkpoint.unsaved, *objects, *unheld]
         else:
-            trajectories, unsaved = own[0], [*own[1], *unheld]
+            trajectories, unsaved = {**own[0], **_resets(now)}, [*own[1], *unheld]
             state["env_state_dict"] = {}
+        unsaved += _kept_by_policy(rollout.policy) if rollout.path.calls_policy else []
         if engine_weights:
             state["engine_state_dict"] = rollout.acting.engine_state()
         state.update(frames=rollout.frames, iter=self._delivery.batches, policy_version=rollout.acting.version)
@@ -109,7 +107,7 @@ class SavedState:
             with self._unchanged_if_it_raises(always=True):  # a trial, before conversations in progress are dropped
                 self._load_modules(state, **kwargs)
                 self._load_engine(state)
-            before, ids = rollout.path.state_dict(), rollout.ids.state_dict()
+            before, ids = rollout.path.cursor.state_dict(), rollout.ids.state_dict()
             rollout.forget_trajectories()
             with self._unchanged_if_it_raises():
                 reason = self._load_modules(state, **kwargs)
@@ -117,18 +115,18 @@ class SavedState:
                     rollout.ids.load_state_dict(state["traj_pool"])
                 if of_path:
                     self._load_path(read.trajectories, ids_are_free, before, ids)
-        goes_on = reason is None
-        saved = read.trajectories if goes_on else None
+        saved = read.trajectories if reason is None else None
+        goes_on = saved is not None and (rollout.path.started or not of_path)
         rollout.frames, self._delivery.batches = int(state.get("frames", 0)), int(state.get("iter", 0))
         rollout.acting.version = int(state.get("policy_version", 0))
         if read.episodes is not None:
-            rollout.episodes.load_state_dict(read.episodes, goes_on=saved is not None)
-        if read.rollout is not None and goes_on:
-            rollout.go_on_from(read.rollout, ids_are_free=ids_are_free)
+            rollout.episodes.load_state_dict(read.episodes, goes_on=goes_on)
+        if goes_on and "anew" in saved:
+            current = rollout.current if of_path else read.current
+            now = RolloutState(current, saved["anew"].numpy(), saved["fresh_ids"])
+            rollout.go_on_from(now, ids_are_free=ids_are_free)
         elif not of_path:
             rollout.start_over()  # what the environment was in begins again
-            if "in_parts" in state:
-                rollout.path.cursor.end_parts(placed(state["in_parts"]))
         self._delivery.load_held(state.get("held"), saved, ids_are_free=ids_are_free)
         if state.get("streams") is not None:
             _load_generators(state["streams"])
@@ -152,10 +150,9 @@ class SavedState:
         self._delivery.check_held(state.get("held"))
         if saved is None or _is_of_path(state):
             if saved is not None:
-                self._rollout.path.check_state(saved)
+                self._rollout.path.cursor.check_state(saved)
             return _Read(saved, None, episodes)
-        carrier = td_from(state["trajectories"]["carrier"])
-        return _Read(saved, RolloutState(carrier, saved["anew"].numpy(), saved["fresh_ids"]), episodes)
+        return _Read(saved, td_from(state["trajectories"]["carrier"]), episodes)
 
     @contextmanager
     def _unchanged_if_it_raises(self, *, always: bool = False) -> Iterator[None]:
@@ -197,11 +194,11 @@ class SavedState:
     def _load_path(self, saved: Any, ids_are_free: bool, before: Any, ids: dict[str, int]) -> None:
         rollout = self._rollout
         try:
-            rollout.path.load_state_dict(saved, ids_are_free=ids_are_free)
+            rollout.path.cursor.load_state_dict(saved, ids_are_free=ids_are_free)
         except BaseException:
             rollout.ids.load_state_dict(ids)
             if before is not None:
-                rollout.path.load_state_dict(before[0], ids_are_free=True)
+                rollout.path.cursor.load_state_dict(before[0], ids_are_free=True)
             raise
 
     def _is_at(self, state: Mapping[str, Any]) -> bool:
@@ -209,9 +206,9 @@ class SavedState:
         rollout = self._rollout
         if rollout.frames != state.get("frames") or rollout.ids.state_dict() != state.get("traj_pool"):
             return False
-        own = rollout.path.state_dict()
-        now = _trajectories(rollout.state())[0] if own is None else own[0]
-        return _equal(now, state.get("trajectories"))
+        own, now = rollout.path.cursor.state_dict(), rollout.state()
+        saved = _trajectories(now)[0] if own is None else {**own[0], **_resets(now)}
+        return _equal(saved, state.get("trajectories"))
 
     def _load_env(self, state: Mapping[str, Any], **kwargs: Any) -> str | None:
         """Restore the environment; why it is reset instead, None: it is not."""
@@ -232,7 +229,7 @@ class _Read(NamedTuple):
     """What a state holds, once it is taken apart."""
 
     trajectories: Any
-    rollout: RolloutState | None
+    current: TensorDictBase | None
     episodes: Any
 
 
@@ -297,7 +294,11 @@ def _trajectories(now: RolloutState) -> tuple[dict[str, Any] | None, list[str]]:
         current = td_state(now.current)
     except Exception as error:
         return None, [f"objects in the carrier: cannot be pickled: {type(error).__name__}: {error}"]
-    return {"carrier": current, "anew": torch.from_numpy(now.reset_envs), "fresh_ids": now.unused_ids}, []
+    return {"carrier": current, **_resets(now)}, []
+
+
+def _resets(now: RolloutState) -> dict[str, Any]:
+    return {"anew": torch.from_numpy(now.reset_envs), "fresh_ids": now.unused_ids}
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -6,23 +6,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright._warnings import warn_user
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
-from rollwright.collectors.delivery.base import RolloutDelivery, split
+from rollwright.collectors.delivery.base import RolloutDelivery, split, turns_taken
 from rollwright.collectors.delivery.batches import Batches, TrajectoryBatches, copied
 from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.collectors.delivery.rows import RowRange, common_keys
 from rollwright.collectors.delivery.storage_memory import StorageMemory
 from rollwright.collectors.delivery_options import buffer_of, draws_slices, storage_ndim, write_count_of
 from rollwright.collectors.profiling import Profile
-from rollwright.collectors.rollout.paths.conversations.pool_notes import text_of
+from rollwright.collectors.rollout.paths.conversations.pool_notes import opening_of
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import placed, td_from, td_state
-from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.replay_buffers import SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.slices import FLAG_DTYPES
 from rollwright.data.replay_buffers.storages.batches import no_objects
@@ -117,7 +116,7 @@ class Stored(RolloutDelivery):
         stats = {**super().stats(), "write_count": write_count_of(self._buffer), **limits}
         stats["waiting_for"] = stats["waiting_for"] or getattr(self._buffer, "waiting_for", None)
         if self._rest and "conversations_unfinished" in stats:
-            names = [*stats["conversations_unfinished"], *map(text_of, self._rest)]
+            names = [*stats["conversations_unfinished"], *(opening_of(turn).draw.origin.name for turn in self._rest)]
             stats |= {"undelivered": len(self._rest), "conversations_unfinished": list(dict.fromkeys(names))}
         return stats
 
@@ -192,7 +191,7 @@ class Stored(RolloutDelivery):
         if 0 in data.shape:  # a hook, or postproc, has kept nothing
             return
         if self._flat and data.ndim != 1 and not self.rollout.options.stores_rows:
-            data = _taken(data.reshape(-1))
+            data = turns_taken(data.reshape(-1))
         self._buffer.extend(data)
 
 
@@ -340,12 +339,3 @@ def await_publication(buffer: Any, stop: Callable[[], bool] = never) -> None:
         ledger: Any = getattr(getattr(member, "storage", None), "ledger", None)
         if ledger is not None:
             ledger.await_published(stop)
-
-
-def _taken(frames: TensorDictBase) -> TensorDictBase:
-    """Frames ``[n]`` of conversations without the blank ones, which stand where the data was over."""
-    ids = frames.get(TRAJ_IDS, None) if isinstance(frames, LazyStackedTensorDict) else None
-    if ids is None or not bool((ids < 0).any()):
-        return frames
-    kept = [frame for frame, number in zip(frames.unbind(0), ids.tolist(), strict=True) if number >= 0]
-    return LazyStackedTensorDict(*kept, stack_dim=0, stack_dim_name="time")

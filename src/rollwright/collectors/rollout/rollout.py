@@ -26,8 +26,7 @@ from rollwright.collectors.rollout.devices import Devices, Syncs, module_device
 from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.choice import choose_path, dialogue_parts, goes_by_itself, plain_path
-from rollwright.collectors.rollout.paths.conversations.rows import rows_of
-from rollwright.collectors.rollout.paths.conversations.turns import TurnPath
+from rollwright.collectors.rollout.paths.conversations.rows import followed
 from rollwright.collectors.rollout.paths.parts import PathParts, Taken
 from rollwright.collectors.rollout.paths.plain import PlainPath
 from rollwright.collectors.rollout.policy import ActingPolicy
@@ -142,6 +141,7 @@ class Rollout:
         self._reset_envs = torch.ones(self.num_rows, dtype=torch.bool, device="cpu").numpy()  # since the last batch
         self._outputs: tuple[TensorDictBase | None] | None = None  # of the policy, once it was tried
         self._check_finite = stages.finite_check(env)
+        cursor, conversations = followed(env, ids, delivers_whole=options.delivers_whole)
         self._parts = PathParts(
             env=env,
             acting=self.acting,
@@ -152,7 +152,8 @@ class Rollout:
             ids=ids,
             memory=memory,
             timer=self.timer,
-            conversations=rows_of(env, delivers_whole=options.delivers_whole),
+            cursor=cursor,
+            conversations=conversations,
             hand_over=self._hand_over,
         )
         self._use(choose_path(self._parts, strict=True))
@@ -312,7 +313,8 @@ class Rollout:
             raise
 
     def _go_back(self, *, keeps: bool = True) -> None:
-        self._path.go_back(keeps=keeps)
+        if not self._path.cursor.go_back(keeps=keeps):
+            self._path.current = None
         self._went_back = True
 
     def look_ahead(self) -> None:
@@ -338,6 +340,7 @@ class Rollout:
     def start_over(self) -> None:
         """Begin the next batch with a reset of all environments and new trajectory ids."""
         self._path.current = None
+        self._went_back = True
 
     def run(self) -> TensorDictBase:
         """Collect one batch, which counts as neither delivered nor post-processed.
@@ -529,18 +532,13 @@ class Rollout:
 
     def _go_on(self, path: Path) -> None:
         """Go on from here on another path."""
-        current, before = self._path.current, self._path
-        held = before.hand_over() if isinstance(before, TurnPath) and path is not before else None
+        current = self._path.current
         self._use(path)
         try:
             path.current = current
         except NotNative as reason:  # it was made before a transform came that carries something
             self._use(plain_path(self._parts, {"env": str(reason)}))
             self._path.current = current
-        if held is not None and isinstance(path, TurnPath):
-            path.take_over(*held)
-        elif held is not None and self._parts.conversations is not None:
-            self._parts.conversations.take_over(*held)
 
     def _hand_over(
         self,

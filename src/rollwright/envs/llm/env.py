@@ -519,7 +519,7 @@ class ConversationEnv(Pooled, EnvBase):
         """See :meth:`EnvBase.close`; ends processes and threads of tools and rewards."""
         super().close(raise_if_closed=raise_if_closed)
         self.conversations.close()
-        self.abandon()
+        self.interrupted()
 
     def _reopen(self) -> None:
         self.is_closed = False

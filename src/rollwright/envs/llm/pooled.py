@@ -41,31 +41,26 @@ class Pooled:
         """Keep conversations that have ended from now on, until one of the following names them."""
         self._keeps_ended = True
 
-    def note(self, delivered: Iterable[Name], dropped: Iterable[Name]) -> None:
-        """What has come of conversations that have ended: they were delivered, or dropped on purpose."""
-        self._undelivered.delivered(delivered)
-        self._undelivered.drop(self._undelivered.take(dropped))
+    def note(self, delivered: Iterable[Name], again: Iterable[Name]) -> None:
+        """What has come of conversations.
+
+        Args:
+            delivered: those that count as delivered; one of them that is in progress ends.
+            again: those that begin again; where there are any, what is in progress does, too.
+        """
+        done, again = set(delivered), list(again)
+        self._undelivered.delivered(done)
+        slots = zip(self._slots.openings, self._slots.in_progress, strict=True)
+        if again or any(goes_on and opening is not None and _name(opening) in done for opening, goes_on in slots):
+            found = self._slots.interrupted()
+            self._undelivered.drop(opening for opening in found if _name(opening) in done)
+            left = [opening for opening in found if _name(opening) not in done]
+            self._undelivered.begin_again([*self._undelivered.take(again), *left])
 
     def next_conversation(self) -> bool:
         """Begin the next conversation, unless nothing was answered in the one that is there; whether there is any."""
         self._slots.open(0)
         return not self._slots.is_over
-
-    def begin_again(self, held: Iterable[Name] | None, ends: bool = False) -> None:
-        """Begin the conversation in progress again; and those that have ended.
-
-        Args:
-            held: those that are delivered none the less; None: all.
-            ends: end the conversation in progress instead, on purpose.
-        """
-        undelivered, found = self._undelivered, self._slots.interrupted()
-        kept = undelivered.openings if held is None else {name: undelivered.openings[name] for name in held}
-        others = [opening for name, opening in undelivered.openings.items() if name not in kept]
-        undelivered.go_back(kept)
-        if ends:
-            undelivered.drop(opening for opening in found if _name(opening) not in kept)
-            found = []
-        undelivered.begin_again([*others, *(opening for opening in found if _name(opening) not in kept)])
 
     def forget_conversations(self) -> None:
         """Draw others; nothing begins again."""
@@ -74,8 +69,7 @@ class Pooled:
 
     def save_conversation(self) -> tuple[dict[str, Any], str | None]:
         """The place in the data, what nobody got, and the conversation in progress; or why it begins again."""
-        source = self._slots.source.state_dict()
-        state = {"source": source, **self._undelivered.state_dict(), "progress": None}
+        state = {**self._undelivered.state_dict(), "progress": None}
         try:
             return {**state, "progress": packed(self._slots.state())}, None
         except Exception as error:
@@ -89,17 +83,10 @@ class Pooled:
             delivered: conversations that had ended and were delivered none the less.
         """
         self.forget_conversations()
-        source = self._slots.source
-        source.load_state_dict(state["source"])
-        for group, repeat in delivered:
-            source.delivered(Origin(0, 0, repeat, group, state["source"]["seed"]))
-        source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
-        if state["progress"] is None:
-            self._undelivered.load_again(unpacked(state["again"]), state["dropped"])
-        else:
+        done = [Origin(0, 0, repeat, group, state["source"]["seed"]) for group, repeat in delivered]
+        self._undelivered.load_state_dict(state, delivered=done)
+        if state["progress"] is not None:
             self._slots.load(unpacked(state["progress"]))
-        ended = unpacked(state["undelivered"])
-        self._undelivered.load_ended({name: ended[name] for name in ended.keys() - set(delivered)})
 
     @property
     def repeats(self) -> int:

@@ -251,6 +251,5 @@ class Slots:
         known = {row["opening"].draw.origin for row in state["rows"] if row is not None}
         known |= {opening.draw.origin for opening in state["again"]}
         since = [*taken, *self.interrupted(), *self.undelivered.again]
-        self.undelivered.again.clear()
         self.load(state)
         self.undelivered.begin_again(opening for opening in since if opening.draw.origin not in known)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-import torch
-
+from rollwright.data.llm.turns import Origin
 from rollwright.envs.checkpoint.packed import packed, unpacked
-from rollwright.envs.llm.core import Conversations, Opening
+from rollwright.envs.llm.core import Conversations, Opening, PromptSource
 
 __all__ = ["Undelivered"]
 
@@ -49,6 +48,11 @@ class Undelivered:
         self._ended: dict[Any, Opening] = {}  # by trajectory id
         self._last: list[Any] = []  # of them, those that ended in the last batch
 
+    @property
+    def source(self) -> PromptSource:
+        """Hands out prompts, and keeps the place in the data."""
+        return self._conversations.source
+
     def __len__(self) -> int:
         """Conversations that have ended."""
         return len(self._ended)
@@ -75,7 +79,7 @@ class Undelivered:
     def drop(self, openings: Iterable[Opening]) -> None:
         """Conversations in progress end here, on purpose: their prompts count as delivered."""
         for opening in openings:
-            self._conversations.source.delivered(opening.draw.origin)
+            self.source.delivered(opening.draw.origin)
             self.num_dropped += 1
 
     def begin_again(self, openings: Iterable[Opening]) -> None:
@@ -106,7 +110,7 @@ class Undelivered:
         for number in self._last if ids is None else ids:
             opening = self._ended.pop(number, None)
             if opening is not None:
-                self._conversations.source.delivered(opening.draw.origin)
+                self.source.delivered(opening.draw.origin)
 
     def take(self, ids: Iterable[Any]) -> list[Opening]:
         """Conversations that had ended, which are not among them any more."""
@@ -129,9 +133,10 @@ class Undelivered:
         self._last = []
         self.begin_again([*lost, *openings])
 
-    def go_back(self, ended: Mapping[Any, Opening]) -> None:
-        """Nobody got the last batch: what has ended is what had ended before, by trajectory id."""
-        self._ended, self._last = dict(ended), []
+    def take_back(self) -> None:
+        """Nobody got the last batch: what ended in it has not ended."""
+        self.take(self._last)
+        self._last = []
 
     def forget(self) -> None:
         """Draw others: nothing of this is delivered, nor begins again."""
@@ -147,37 +152,46 @@ class Undelivered:
         return mine, {number: opening for number, opening in self._ended.items() if number not in named}
 
     def state_dict(self, ended: Mapping[Any, Opening] | None = None) -> dict[str, Any]:
-        """What nobody got.
+        """The place in the data, and what nobody got.
 
         Args:
             ended: of the conversations that have ended, those to be saved; None: all.
         """
         return {
+            "source": self.source.state_dict(),
             "undelivered": packed(self._ended if ended is None else ended),
             "again": packed(list(self.again)),
             "dropped": self.num_dropped,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], renamed: Callable[[Any], Any] | None = None) -> None:
-        """Go on from a saved state; after the source has its place.
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        renamed: Callable[[Any], Any] | None = None,
+        *,
+        delivered: Collection[Origin] = (),
+    ) -> None:
+        """Go on from a saved state.
 
         Args:
             state_dict: of :meth:`state_dict`.
             renamed: new trajectory ids for those that were saved.
+            delivered: conversations that count as delivered, whatever the state says.
         """
+        self.source.load_state_dict(state_dict["source"])
+        for origin in delivered:
+            self.source.delivered(origin)
+        if delivered:  # groups are as large as what is left of them
+            self.source.load_state_dict(self.source.state_dict())
         self.load_again(unpacked(state_dict["again"]), state_dict["dropped"])
-        ended = unpacked(state_dict["undelivered"])
-        self.load_ended(ended if renamed is None else {renamed(number): at for number, at in ended.items()})
+        done, ended = {(at.group, at.repeat) for at in delivered}, unpacked(state_dict["undelivered"]).items()
+        left = {number: at for number, at in ended if (at.draw.origin.group, at.draw.origin.repeat) not in done}
+        self.load_ended(left if renamed is None else {renamed(number): at for number, at in left.items()})
 
     def load_again(self, openings: Iterable[Opening], num_dropped: int) -> None:
         """Conversations to begin again, and how many were dropped."""
-        self.again.extend(openings)
-        self.num_dropped = int(num_dropped)
+        self.again, self.num_dropped = deque(openings), int(num_dropped)
         self._claim(self.again)
-
-    def save_ended(self) -> torch.Tensor:
-        """Conversations that have ended, packed."""
-        return packed(self._ended)
 
     def load_ended(self, openings: Mapping[Any, Opening]) -> None:
         """Conversations that have ended, by the ids that their trajectories have now."""
@@ -186,7 +200,7 @@ class Undelivered:
 
     def _claim(self, openings: Iterable[Opening]) -> None:
         for opening in openings:
-            self._conversations.source.claim(opening.draw.origin)
+            self.source.claim(opening.draw.origin)
 
     @staticmethod
     def names(openings: Iterable[Opening]) -> list[str]:

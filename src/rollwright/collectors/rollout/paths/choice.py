@@ -183,8 +183,6 @@ def turn_path(parts: PathParts) -> Path | None:
     )
     if conversations.template is not None and not engine.end_ids:
         warn_user(_NO_END, UserWarning)
-    if parts.conversations is not None:
-        path.take_over(*parts.conversations.hand_over())  # what was drawn by hand, or by the path before
     return path
 
 

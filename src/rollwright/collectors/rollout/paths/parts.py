@@ -13,6 +13,7 @@ from rollwright._memory import MemoryPool
 from rollwright.collectors.core import TrajectoryIds
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.devices import Devices, Syncs
+from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor
 from rollwright.collectors.rollout.paths.conversations.rows import ConversationRows
 from rollwright.collectors.rollout.policy import ActingPolicy
 from rollwright.collectors.rollout.stats import StageTimer
@@ -56,7 +57,8 @@ class PathParts:
         ids: hands out trajectory ids.
         memory: provides the memory of batches.
         timer: where the stages of a step are noted.
-        conversations: the rows of an environment of conversations; None: it is another one.
+        cursor: keeps account of the conversations of the environment; None: it is another one.
+        conversations: its rows on TensorDicts; None: it has none.
         hand_over: leaves the current batch to the plain path: called with the frames so far, the current TensorDict
             after the policy has acted, the keeper of boundaries, reasons by part, whether actions are random, and the
             current step, if it was taken.
@@ -71,6 +73,7 @@ class PathParts:
     ids: TrajectoryIds
     memory: MemoryPool
     timer: StageTimer
+    cursor: ConversationCursor | None
     conversations: ConversationRows | None
     hand_over: HandOver
 

@@ -56,9 +56,9 @@ class PlainPath(Path):
         self._current: TensorDictBase | None = None
         self._rows, self._has_ids = parts.conversations, options.track_traj_ids
         if self._rows is not None:
-            self.cursor = self._rows
-            self._rows.current = lambda: self._current
-        self._renews = options.reset_at_each_iter
+            self.cursor, self._rows.path = self._rows.cursor, self
+            self._rows.cursor.follow(self._rows)
+        self._renews, self._delivers_whole = options.reset_at_each_iter, options.delivers_whole
         self._without: dict[int, list[int]] = {}  # by time: rows that the data had no conversation for
 
         check = stages.action_check(env)
@@ -160,21 +160,14 @@ class PlainPath(Path):
     @current.setter
     def current(self, current: TensorDictBase | None) -> None:
         if current is None and self._rows is not None:
-            self._rows.start_over()
+            self._rows.cursor.start_over()
         self._current = current
-
-    def go_back(self, *, keeps: bool = True) -> None:
-        """See :meth:`Path.go_back`."""
-        if self._rows is None:
-            self.current = None
-        else:
-            self._current = self._rows.go_back()
 
     def forget(self) -> None:
         """See :meth:`Path.forget`."""
         self._current = None
         if self._rows is not None:
-            self._rows.forget()
+            self._rows.cursor.forget()
 
     def reset(self, **kwargs: Any) -> None:
         """See :meth:`Path.reset`."""
@@ -240,7 +233,7 @@ class PlainPath(Path):
         self._start(random)
         self._without = {}
         if self._rows is not None:
-            self._rows.begin(cast(TensorDictBase, self._current))
+            self._rows.begin(cast(TensorDictBase, self._current), marks=not self._delivers_whole)
         if self._keeper is not None:
             self._keeper.begin()
 
@@ -276,7 +269,7 @@ class PlainPath(Path):
             self._ended[self._without.get(t, [])] = False
             self._rows.after_step(self._ended, self._frame.get(IDS) if self._has_ids else None)
         if self._replaces_ids:
-            self.replace_ids(self._ended if self._rows is None else self._rows.begun(self._ended))
+            self.replace_ids(self._ended if self._rows is None else self._rows.following(self._ended))
         if self._keeper is not None:
             self._keeper.keep(t, self._frame.get("next"), self._ended)
 
@@ -304,15 +297,6 @@ class PlainPath(Path):
         times = [blanked(frame, without.get(t, [])) for t, frame in enumerate(batch.unbind(-1))]
         return LazyStackedTensorDict(*times, stack_dim=batch.ndim - 1, stack_dim_name="time")
 
-    def flattened(self, batch: TensorDictBase) -> TensorDictBase:
-        """See :meth:`Path.flattened`."""
-        if not self._without:
-            return batch.reshape(-1)
-        rows = enumerate(batch.unbind(0))
-        each = [(row, t, frame) for row, in_time in rows for t, frame in enumerate(in_time.unbind(0))]
-        taken = [frame for row, t, frame in each if row not in self._without.get(t, [])]
-        return LazyStackedTensorDict(*taken, stack_dim=0, stack_dim_name="time")
-
     # State --------------------------------------------------------------------------------------------
 
     def row_ids(self) -> NDArray[Any] | None:
@@ -320,14 +304,9 @@ class PlainPath(Path):
         ids = super().row_ids()
         return ids if ids is None or self._rows is None else self._rows.row_ids(ids)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
-        """Go on from a place in data; what :meth:`state_dict` lacks is saved with the environment."""
-        if self._rows is not None:
-            self._current = self._rows.load_place(state_dict)
-
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""
-        return {} if self._rows is None else self._rows.stats()
+        return {} if self._rows is None else {**self._rows.cursor.stats(), "turns_ahead": 0}
 
 
 def _without(outputs: TensorDictBase, frame: TensorDictBase) -> TensorDictBase | None:

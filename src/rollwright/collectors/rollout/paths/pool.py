@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
 
-from rollwright.collectors.core import Path
+from rollwright.collectors.core import DataCursor, Path
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
@@ -41,6 +41,21 @@ class PoolFrame(NamedTuple):
     ended: tuple[float, int] | None
 
 
+class _Restarts(DataCursor):
+    """Environments that go by themselves are not saved: they are reset."""
+
+    def __init__(self, path: PoolPath, env: AsyncEnvPool) -> None:
+        self._path, self._env = path, env
+
+    def state_dict(self) -> tuple[dict[str, Any], list[str]]:
+        """See :meth:`DataCursor.state_dict`."""
+        return {"row_ids": None}, [f"{self._env}: steps are in progress in it, and its environments are reset"]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
+        """See :meth:`DataCursor.load_state_dict`."""
+        self._path.forget()
+
+
 class PoolPath(Path):
     """Lets each environment of a pool go by itself: the policy acts on those that are ready while others step.
 
@@ -60,6 +75,7 @@ class PoolPath(Path):
             "policy": "plain: acts on the environments that are ready",
         }
         options, devices = parts.options, parts.devices
+        self.cursor = _Restarts(self, env)
         self._env, self._ids, self._storing = env, parts.ids, devices.storing
         self._delivers_whole = options.delivers_whole
         self._stamp = parts.stamp if options.track_policy_version else None
@@ -244,14 +260,6 @@ class PoolPath(Path):
     def row_ids(self) -> NDArray[Any] | None:
         """See :meth:`Path.row_ids`."""
         return np.asarray([self._row[0].id if self._row else -1], np.int64) if self._started else None
-
-    def state_dict(self) -> tuple[dict[str, Any], list[str]]:
-        """See :meth:`Path.state_dict`: environments that go by themselves are not saved."""
-        return {"row_ids": None}, [f"{self._env}: steps are in progress in it, and its environments are reset"]
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
-        """See :meth:`Path.load_state_dict`: all environments are reset."""
-        self.forget()
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""

@@ -131,7 +131,7 @@ class WorkerCollector(Reachable):
         if spec.keeps_place:
             rollout.path.cursor.keep_place()
         if spec.place is not None:
-            rollout.path.load_state_dict(pickle.loads(spec.place), ids_are_free=True)
+            rollout.path.cursor.load_state_dict(pickle.loads(spec.place), ids_are_free=True)
             rollout.path.cursor.look_ahead()  # the one before may have been killed behind its last rollout
 
     # For the worker ---------------------------------------------------------------------------
@@ -192,6 +192,7 @@ class WorkerCollector(Reachable):
         if order.reset:
             rollout.start_over()
             delivery.forget()
+            rollout.look_ahead()
         if rollout.path.cursor.is_over:
             return say.Collected.nothing(order.run, observer.version, rollout.path.stats())
         try:

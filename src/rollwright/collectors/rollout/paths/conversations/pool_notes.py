@@ -1,34 +1,21 @@
-"""What a pool of conversations notes of them: which have ended, what has come of them, and its frames, saved."""
+"""What a pool of conversations has to tell its environments, and its frames, saved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 
-from rollwright.collectors.rollout.paths.conversations.saving import Names
+from rollwright.collectors.rollout.paths.conversations.cursor import Names
 from rollwright.collectors.rollout.paths.pool import PoolFrame
 from rollwright.collectors.rollout.state import td_from, td_state
+from rollwright.data.llm.turns import Origin
+from rollwright.envs.llm.core import Opening, PromptDraw
 from rollwright.envs.llm.pooled import Name
 
-__all__ = ["AskedStep", "EndedConversation", "Notes", "loaded_frames", "name_of", "saved_frames", "text_of"]
-
-
-class EndedConversation(NamedTuple):
-    """A conversation that has ended and was not delivered.
-
-    Attributes:
-        env_index: of its environment.
-        name: of it there.
-        text: its name for people.
-    """
-
-    env_index: int
-    name: Name
-    text: str
+__all__ = ["AskedStep", "PoolNotes", "loaded_frames", "opening_of", "saved_frames"]
 
 
 class AskedStep(NamedTuple):
@@ -45,26 +32,48 @@ class AskedStep(NamedTuple):
     reason: str | None
 
 
-@dataclass
-class Notes:
-    """What an environment is to know of its conversations, before the next one is drawn, or the place is saved."""
+class PoolNotes:
+    """Stands for the data of all environments of a pool: each is told later what was delivered of its own.
 
-    delivered: list[Name] = field(default_factory=list)
-    dropped: list[Name] = field(default_factory=list)
+    The group of a conversation is that of its environment, times the number of environments, plus the index of the
+    environment.
 
-    def __len__(self) -> int:
-        return len(self.delivered) + len(self.dropped)
+    Args:
+        count: of environments.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.source, self._count = self, count
+        self.of: list[list[Origin]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is to be told."""
+        self.of = [[] for _ in range(self._count)]
+
+    def delivered(self, origin: Origin) -> None:
+        """See :meth:`PromptSource.delivered`."""
+        self.of[origin.group % self._count].append(origin)
+
+    def claim(self, origin: Origin) -> None:
+        """See :meth:`PromptSource.claim`: the environments claim what they load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`PromptSource.state_dict`: each environment has its own."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`PromptSource.load_state_dict`."""
+
+    def names(self, origins: Iterable[Origin], index: int) -> list[Name]:
+        """Names that an environment has for those conversations that are its own."""
+        return [(at.group // self._count, at.repeat) for at in origins if at.group % self._count == index]
 
 
-def name_of(td: TensorDictBase) -> Name:
-    """The name of the conversation of a frame: its group and its repeat."""
-    return int(td.get("group_id")), int(td.get("repeat"))
-
-
-def text_of(td: TensorDictBase) -> str:
-    """The same for people."""
-    index, epoch, repeat = (int(td.get(key)) for key in ("prompt_index", "epoch", "repeat"))
-    return f"prompt {index} (epoch {epoch}, repeat {repeat})"
+def opening_of(td: TensorDictBase) -> Opening:
+    """The conversation of a frame of a pool."""
+    index, epoch, repeat, group = (int(td.get(key)) for key in ("prompt_index", "epoch", "repeat", "group_id"))
+    return Opening(PromptDraw(Origin(index, epoch, repeat, group, 0), {}))
 
 
 def saved_frames(frames: Iterable[PoolFrame], without: set[int]) -> list[dict[str, Any]]:

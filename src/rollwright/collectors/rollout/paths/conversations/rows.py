@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -10,32 +11,50 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from rollwright.collectors.core import DataCursor
-from rollwright.collectors.rollout.paths.conversations.saving import end_in_parts
-from rollwright.collectors.rollout.state import td_from, td_state
+from rollwright._warnings import warn_user
+from rollwright.collectors.core import Path, TrajectoryIds
+from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor, Names, Saved
+from rollwright.collectors.rollout.state import placed, td_from, td_state
 from rollwright.data.layout import TRAJ_IDS, blank_frame
 from rollwright.data.llm.records import empty_record
 from rollwright.data.llm.turns import Origin
 from rollwright.envs.base import EnvBase
 from rollwright.envs.checkpoint import load_env, save_env
-from rollwright.envs.checkpoint.packed import packed, unpacked
-from rollwright.envs.llm.core import Opening
+from rollwright.envs.checkpoint.packed import unpacked
+from rollwright.envs.llm.core import Conversations, Opening
 from rollwright.envs.llm.env import ConversationEnv
 from rollwright.envs.llm.undelivered import Undelivered
 
-__all__ = ["ConversationRows", "acted_on_others", "blanked", "renamed", "rows_of"]
+__all__ = ["ConversationRows", "acted_on_others", "blanked", "followed"]
 
 
-def rows_of(env: EnvBase, *, delivers_whole: bool) -> ConversationRows | None:
-    """The rows of an environment of conversations, with or without transforms; None: it is none."""
-    return None if _inside(env) is None else ConversationRows(env, delivers_whole=delivers_whole)
+def followed(
+    env: EnvBase, ids: TrajectoryIds, *, delivers_whole: bool
+) -> tuple[ConversationCursor | None, ConversationRows | None]:
+    """What keeps account of the conversations of an environment; and its rows on TensorDicts, where it has those.
+
+    Args:
+        env: any environment, with or without transforms.
+        ids: hands out trajectory ids.
+        delivers_whole: whether complete conversations are delivered, or turns.
+    """
+    inside, rows = _inside(env), ConversationRows(env)
+    if isinstance(inside, ConversationEnv):
+        rows.cursor = ConversationCursor(rows.undelivered, ids, delivers_whole=delivers_whole, progress=rows)
+        return rows.cursor, rows
+    found = getattr(inside, "conversations", None)
+    if not isinstance(found, Conversations):
+        return None, None
+    undelivered = Undelivered(found)
+    return ConversationCursor(lambda: undelivered, ids, delivers_whole=delivers_whole), None
 
 
-def _inside(env: EnvBase) -> ConversationEnv | None:
+def _inside(env: EnvBase) -> Any:
+    """An environment without its transforms."""
     inside: Any = env
-    while inside is not None and not isinstance(inside, ConversationEnv):
-        inside = vars(inside).get("base_env") or getattr(inside, "_modules", {}).get("base_env")
-    return inside if isinstance(inside, ConversationEnv) else None
+    while (within := vars(inside).get("base_env") or getattr(inside, "_modules", {}).get("base_env")) is not None:
+        inside = within
+    return inside
 
 
 class _Mark(NamedTuple):
@@ -44,66 +63,55 @@ class _Mark(NamedTuple):
     Attributes:
         progress: of the conversations.
         current: what its first step was taken from.
-        ended: conversations that had ended, by trajectory id.
     """
 
     progress: Mapping[str, Any]
     current: TensorDictBase
-    ended: Mapping[int, Opening]
 
 
-class ConversationRows(DataCursor):
-    """Follows the conversations of an environment, step by step, and has its :class:`Undelivered` know of their ends.
+class ConversationRows:
+    """Follows the conversations of an environment on TensorDicts, step by step.
 
     Args:
         env: an environment of conversations, with or without transforms.
-        delivers_whole: whether complete conversations are delivered, and those that ended are held until then.
 
     Attributes:
-        current: returns what the next step is taken from, of the path that takes the steps; None: a reset comes first.
+        cursor: keeps account of them.
+        path: takes the steps.
     """
 
-    offers_again = True
+    cursor: ConversationCursor
+    path: Path
+    sizes = None
 
-    def __init__(self, env: EnvBase, *, delivers_whole: bool) -> None:
-        self.current: Callable[[], TensorDictBase | None] = lambda: None
-        self._outer, self._delivers_whole = env, delivers_whole
+    def __init__(self, env: EnvBase) -> None:
+        self._outer = env
         self._now: list[Opening | None] = []
         self._ended: dict[int, Opening] = {}  # in the current batch, by trajectory id
-        self._mark: _Mark | None = None
-        self._partly: set[Origin] = set()  # conversations of which turns were delivered, and which go on
-        self._taken: dict[Origin, Opening] = {}  # of the conversations that steps were taken in, since the mark
+        self._taken: dict[Origin, Opening] = {}  # of the conversations that steps were taken in, since its begin
 
     @property
     def _env(self) -> ConversationEnv:
-        env = _inside(self._outer)  # another one where it was recreated
-        assert env is not None
+        env: ConversationEnv = _inside(self._outer)  # another one where it was recreated
         return env
 
-    @property
     def undelivered(self) -> Undelivered:
         """The conversations that nobody got."""
         return self._env.undelivered
 
-    @property
-    def is_over(self) -> bool:  # type: ignore[override]
-        """See :attr:`DataCursor.is_over`."""
-        return self._env.is_over
-
     # A rollout ----------------------------------------------------------------------------------------
 
-    def begin(self, current: TensorDictBase) -> None:
-        """A batch begins: note where, for :meth:`go_back`.
+    def begin(self, current: TensorDictBase, *, marks: bool) -> None:
+        """A batch begins.
 
         Args:
             current: what the first step is taken from.
+            marks: note where, for :meth:`go_back`.
         """
-        self._mark, self._taken = None, {}
-        if self._delivers_whole:
-            return
-        self._note_parts()
+        self._taken, mark = {}, None
         with suppress(Exception):  # conversations may refuse to be saved in any way; they begin again then
-            self._mark = _Mark(self._env.progress(), current.copy(), self.undelivered.openings)
+            mark = _Mark(self._env.progress(), current.copy()) if marks else None
+        self.cursor.begin(mark)
 
     def before_step(self) -> list[int]:
         """Note which conversations a step is taken in; returns the rows that have none."""
@@ -124,7 +132,7 @@ class ConversationRows(DataCursor):
                 number = -1 - len(self._ended) if ids is None else int(ids[slot])
                 self._ended[number] = opening
 
-    def begun(self, ended: torch.Tensor) -> torch.Tensor:
+    def following(self, ended: torch.Tensor) -> torch.Tensor:
         """Where a conversation follows one that has ended, bool ``[slots]``."""
         return ended & torch.tensor([opening is not None for opening in self._env.openings], device="cpu")
 
@@ -134,174 +142,82 @@ class ConversationRows(DataCursor):
         Args:
             renew: end what is in progress, and begin the next conversations.
         """
-        self.undelivered.ended(self._ended)
+        self.cursor.finish(self._taken.values(), self._ended)
         self._ended = {}
         if renew:
             self._env.renew()
-
-    def go_back(self) -> TensorDictBase | None:
-        """Nobody gets the last batch: go on from where it began.
-
-        Returns:
-            What its first step was taken from; None: a reset comes first, and what was in progress begins again.
-        """
-        if self._mark is None:
-            self.start_over()
-            return None
-        self._ended = {}
-        self.undelivered.go_back(self._mark.ended)
-        self._env.go_back(self._mark.progress, self._taken.values())
-        return self._mark.current.copy()
-
-    def _note_parts(self) -> None:
-        self._partly = {opening.draw.origin for opening in self._in_parts}
-
-    def delivered(self, ids: Iterable[int] | None = None) -> None:
-        """See :meth:`DataCursor.delivered`."""
-        self._mark = None
-        if not self._delivers_whole:
-            self._note_parts()
-        self.undelivered.delivered(ids)
-
-    def dropped(self) -> None:
-        """See :meth:`DataCursor.dropped`."""
-        self.undelivered.dropped()
-
-    def start_over(self) -> None:
-        """After an error: what nobody got begins again, and what was delivered in part ends."""
-        ended, self._ended, self._mark = list(self._ended.values()), {}, None
-        env, partly = self._env, self._partly
-        if not self._delivers_whole:  # those that ended in a batch that nobody got, too
-            numbers = [number for number, at in env.undelivered.openings.items() if at.draw.origin in partly]
-            ended += env.undelivered.take(numbers)
-        found = {opening.draw.origin: opening for opening in [*ended, *env.interrupted()]}
-        again = [opening for origin, opening in found.items() if origin not in partly]
-        env.undelivered.start_over(again, holds_ended=self._delivers_whole)
-        self._partly = set()
-        end_in_parts(env.undelivered, [opening for origin, opening in found.items() if origin in partly])
-
-    def hand_over(self) -> tuple[list[Opening], dict[Any, Opening], int]:
-        """See :meth:`TurnPath.hand_over`; what was begun by hand, before there was a collector, is dropped."""
-        env, undelivered, partly = self._env, self.undelivered, self._partly
-        if not self._now:  # no step was taken here
-            return env.hand_over(), {}, 0
-        found = {at.draw.origin: at for at in [*undelivered.again, *env.interrupted()]}
-        ended = undelivered.openings if self._delivers_whole else {}
-        undelivered.forget()
-        undelivered.drop([at for origin, at in found.items() if origin in partly])
-        self._now, self._partly, self._mark = [], set(), None
-        dropped, undelivered.num_dropped = undelivered.num_dropped, 0
-        return [at for origin, at in found.items() if origin not in partly], ended, dropped
-
-    def take_over(self, openings: Iterable[Opening], ended: Mapping[Any, Opening], num_dropped: int) -> None:
-        """See :meth:`TurnPath.take_over`."""
-        self.undelivered.num_dropped += num_dropped
-        self.undelivered.begin_again(openings)
-        self.undelivered.load_ended({**self.undelivered.openings, **ended})
-
-    def forget(self) -> None:
-        """See :meth:`Path.forget`."""
-        self._ended, self._mark, self._partly = {}, None, set()
-        self._env.abandon()
-        self.undelivered.forget()
 
     def row_ids(self, ids: Any) -> Any:
         """Ids of the trajectories that rows go on with; -1 where a row has no conversation, or begins one."""
         return np.where(self._env.in_progress, ids, -1)
 
-    # State --------------------------------------------------------------------------------------------
-
-    def save_undelivered(self) -> torch.Tensor:
-        """See :meth:`DataCursor.save_undelivered`."""
-        return self.undelivered.save_ended()
-
-    def load_undelivered(self, saved: torch.Tensor | None, held: Iterable[tuple[int, TensorDictBase]]) -> None:
-        """See :meth:`DataCursor.load_undelivered`."""
-        if saved is not None:
-            self.undelivered.load_ended(renamed(unpacked(saved), held))
+    # What its cursor asks of it -----------------------------------------------------------------------
 
     @property
-    def _in_parts(self) -> list[Opening]:
-        """Conversations of which turns were delivered, and which go on."""
-        if self._delivers_whole:
-            return []
+    def is_over(self) -> bool:
+        """See :attr:`InProgress.is_over`."""
+        return self._env.is_over
+
+    def begun(self) -> list[Opening]:
+        """See :meth:`InProgress.begun`."""
         env = self._env
         return [at for at, goes_on in zip(env.openings, env.in_progress, strict=True) if at is not None and goes_on]
 
-    def save_parts(self) -> tuple[torch.Tensor, list[str]]:
-        """See :meth:`DataCursor.save_parts`."""
-        saved = {"openings": self._in_parts, "dropped": self.undelivered.num_dropped}
-        return packed(saved), Undelivered.names(self._in_parts)
+    def interrupt(self) -> list[Opening]:
+        """See :meth:`InProgress.interrupt`."""
+        ended, self._ended = list(self._ended.values()), {}
+        return [*ended, *self._env.interrupted()]
 
-    def end_parts(self, saved: torch.Tensor) -> None:
-        """See :meth:`DataCursor.end_parts`."""
-        found, source = unpacked(saved), self._env.conversations.source
-        self.undelivered.num_dropped = found["dropped"]
-        self.undelivered.drop(found["openings"])
-        source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
-        if found["openings"]:
-            self._env.renew()  # they may have been the last ones
-
-    def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any]:
-        """See :meth:`DataCursor.place`: of whole conversations, where the data is; of turns, all in progress, too."""
-        current = self.current()
-        undelivered, source = self.undelivered, self._env.conversations.source
-        done, left = undelivered.split(ids)
-        place = {"source": source.state_dict(), "also": [opening.draw.origin for opening in done]}
-        if self._delivers_whole or current is None:
-            return {**place, "in_parts": self.save_parts()[0]}
-        checkpoint = save_env(self._outer)
-        if checkpoint.unsaved:
-            return {**place, "in_parts": self.save_parts()[0]}
-        env = self._outer.state_dict()
-        return {**place, "left": left, "env": env, "checkpoint": checkpoint.state, "current": td_state(current)}
-
-    def load_place(self, place: Mapping[str, Any]) -> TensorDictBase | None:
-        """Go on from a :meth:`place`; returns what the next step is taken from, None: a reset comes first."""
-        self.forget()
-        undelivered, source = self.undelivered, self._env.conversations.source
-        if "env" in place:  # of transforms, too
-            self._outer.load_state_dict(place["env"])
-        source.load_state_dict(place["source"])
-        for origin in place["also"]:
-            source.delivered(origin)
-        source.load_state_dict(source.state_dict())  # groups are as large as what is left of them
-        if "checkpoint" not in place:
-            self.end_parts(place["in_parts"])
-            return None
-        load_env(self._outer, place["checkpoint"])
-        undelivered.load_ended(place["left"])
-        return td_from(place["current"])
+    def go_back(self, mark: _Mark, *, keeps: bool) -> list[Opening]:
+        """See :meth:`InProgress.go_back`; steps that were taken since are taken again."""
+        self._ended = {}
+        self._env.go_back(mark.progress, self._taken.values())
+        self.path.current = mark.current.copy()
+        return []
 
     def look_ahead(self) -> None:
-        """See :meth:`DataCursor.look_ahead`: the next reset shows what is begun here."""
-        if self.current() is None:
+        """See :meth:`InProgress.look_ahead`: the next reset shows what is begun here."""
+        if self.path.current is None:
             self._env.renew()
 
-    def stats(self) -> dict[str, Any]:
-        """See :meth:`Path.stats`."""
-        env, undelivered = self._env, self.undelivered
-        going_on = [at for at, goes_on in zip(env.openings, env.in_progress, strict=True) if at is not None and goes_on]
-        return {
-            "conversations_in_progress": len(going_on),
-            "conversations_dropped": undelivered.num_dropped,
-            "conversations_undelivered": len(undelivered),
-            "conversations_unfinished": undelivered.names(
-                [*undelivered.openings.values(), *undelivered.again, *going_on]
-            ),
-            "turns_ahead": 0,
-        }
+    def save(self, *, waits: bool, alone: bool) -> Saved:
+        """See :meth:`InProgress.save`: all conversations, or none."""
+        current, ids = self.path.current, self.path.row_ids()
+        state: dict[str, Any] = {"row_ids": None if ids is None else torch.from_numpy(ids)}
+        if alone:
+            return Saved(state)
+        state["env"], checkpoint = copy.deepcopy(self._outer.state_dict()), save_env(self._outer)  # of transforms, too
+        unsaved = list(checkpoint.unsaved)
+        try:
+            saved = td_state(current)
+        except Exception as error:
+            unsaved.append(f"objects in the carrier: cannot be pickled: {type(error).__name__}: {error}")
+        if not unsaved:
+            return Saved({**state, "checkpoint": checkpoint.state, "current": saved})
+        begun = self.begun()
+        return Saved(state, [(at, "; ".join(unsaved)) for at in begun], [] if begun else unsaved)
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`InProgress.check_state`."""
 
-def renamed(openings: dict[int, Opening], held: Iterable[tuple[int, TensorDictBase]]) -> dict[int, Opening]:
-    """Conversations by the ids that their trajectories have now, which their first frames tell."""
-    known = {(at.draw.origin.group, at.draw.origin.repeat): at for at in openings.values()}
-    found = {}
-    for number, frame in held:
-        place = tuple(int(frame.get(key).reshape(-1)[0]) for key in ("group_id", "repeat"))
-        if place in known:
-            found[number] = known[place]
-    return found
+    def load(
+        self, state_dict: Mapping[str, Any], names: Names, done: Sequence[Origin], place: Callable[[], None]
+    ) -> None:
+        """See :meth:`InProgress.load`; trajectory ids are those that were saved."""
+        if "env" in state_dict:
+            self._outer.load_state_dict(state_dict["env"])
+        place()
+        try:
+            if "checkpoint" in state_dict:
+                load_env(self._outer, placed(state_dict["checkpoint"], self._outer.device))
+                self.path.current = td_from(state_dict["current"])
+                return
+        except ValueError as error:
+            warn_user(f"load_state_dict: the environment begins anew, with new trajectory ids. {error}", UserWarning)
+            place()  # it was undone
+            self.cursor.begin_again(unpacked(state_dict["partly"]), warns=False)
+        if state_dict["row_ids"] is not None:
+            self._env.renew()  # it may have been the last ones that ended
 
 
 def acted_on_others(

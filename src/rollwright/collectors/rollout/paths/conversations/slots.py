@@ -4,17 +4,41 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, EndedTurn, name_of
+from rollwright.collectors.rollout.paths.conversations.cursor import Names, Saved
+from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, EndedTurn, name_of, own
 from rollwright.data.llm.chain import TokenChain
+from rollwright.data.llm.turns import Origin
+from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Conversations, Opening
 from rollwright.envs.llm.undelivered import Undelivered
+from rollwright.errors import EnvError
 
-__all__ = ["Dialogs"]
+__all__ = ["Dialogs", "Mark"]
+
+
+class Mark(NamedTuple):
+    """Where a batch began.
+
+    Attributes:
+        states: of the conversations in progress that can go on from there.
+        rows: turns that were not taken.
+        again: conversations to begin again.
+        batch: turns that were taken since, by time and row.
+    """
+
+    states: dict[Origin, dict[str, Any]]
+    rows: list[list[EndedTurn]]
+    again: list[Opening]
+    batch: list[list[EndedTurn | None]]
 
 
 class Dialogs:
@@ -25,12 +49,12 @@ class Dialogs:
         chain: makes the tokens of a conversation.
         streams: there is one row, of turns in the order in which they end; False: a row for each slot.
         holds: turns wait in their conversation until it has ended: it is delivered whole, from one row.
+        undelivered: conversations that nobody got.
         fresh_id: hands out trajectory ids.
 
     Attributes:
         slots: the conversations; None: there is none.
         rows: turns that were not taken.
-        undelivered: conversations that nobody got.
         data_is_over: whether a slot found no prompt.
     """
 
@@ -41,6 +65,7 @@ class Dialogs:
         *,
         streams: bool,
         holds: bool,
+        undelivered: Undelivered,
         fresh_id: Callable[[], int],
     ) -> None:
         count = conversations.num_slots
@@ -48,7 +73,7 @@ class Dialogs:
         self._streams, self._holds = streams, holds
         self.slots: list[Dialog | None] = [None] * count
         self.rows: list[deque[EndedTurn]] = [deque() for _ in range(1 if streams else count)]
-        self.undelivered = Undelivered(conversations)
+        self._undelivered = undelivered
         self.data_is_over = False
         self._vacant: set[int] = set()  # slots whose conversation has ended
 
@@ -93,7 +118,7 @@ class Dialogs:
         self.slots[slot] = None
         self._vacant.discard(slot)
         try:
-            opening = self.undelivered.open(slot)
+            opening = self._undelivered.open(slot)
         except StopIteration:
             self.data_is_over = True
             return
@@ -112,10 +137,6 @@ class Dialogs:
     def fill(self) -> None:
         """Begin conversations where others have ended, in order of slots, whichever of them ended first."""
         self.open_with_id(sorted(self._vacant))
-
-    def vacate(self) -> None:
-        """Have :meth:`fill` begin conversations in all slots that have none."""
-        self._vacant.update(slot for slot, dialog in enumerate(self.slots) if dialog is None)
 
     def keep(self, dialog: Dialog, ended: EndedTurn) -> None:
         """A turn is complete."""
@@ -136,15 +157,113 @@ class Dialogs:
         if not self._streams:
             gone |= {each.id: each.opening for each in self.row_of(dialog)}
             self.row_of(dialog).clear()
-        self.undelivered.drop(gone.values())
+        self._undelivered.drop(gone.values())
 
     def clear(self) -> None:
         """Take all out of slots and rows."""
+        self._conversations.clear()
         self.slots = [None] * len(self.slots)
         self._vacant.clear()
         for row in self.rows:
             row.clear()
         self.data_is_over = False
+
+    # There and back -----------------------------------------------------------------------------------
+
+    def _saved(self, dialog: Dialog, *, waits: bool) -> dict[str, Any]:
+        """A conversation between an outcome and an answer; at its end, or, without ``waits``, before its last answer.
+
+        Raises:
+            Exception: of any kind: the environment cannot save it.
+        """
+        if dialog.pending is None:
+            return dialog.state_dict(self._conversations.state(dialog.slot))
+        if waits:
+            return dialog.state_dict(self._conversations.ended_state(dialog.slot))
+        if dialog.before is None:
+            raise EnvError(f"{dialog.name}: it could not be saved before its last answer.")
+        return dialog.before
+
+    def before_answer(self, dialog: Dialog) -> dict[str, Any] | None:
+        """A conversation whose last answer was not taken, or not asked for; None: it can only begin again."""
+        with suppress(Exception):  # the environment may fail in any way
+            return self._saved(dialog, waits=False)
+        return None
+
+    def mark(self, batch: list[list[EndedTurn | None]], *, saves: bool) -> Mark:
+        """Where they are.
+
+        Args:
+            batch: takes the turns from here on.
+            saves: whether conversations in progress are to go on; if not, they begin again.
+        """
+        found = {each.opening.draw.origin: self.before_answer(each) for each in self if saves and each.number}
+        states = {origin: state for origin, state in found.items() if state is not None}
+        unsaved = found.keys() - states.keys()
+        rows = [[each for each in row if each.opening.draw.origin not in unsaved] for row in self.rows]
+        return Mark(states, rows, list(self._undelivered.again), batch)
+
+    def go_back(self, mark: Mark) -> list[Opening]:
+        """Put slots and rows back to where they were; returns what was begun since then, or cannot go on."""
+        taken = [each.opening for turns in mark.batch for each in turns if each is not None]
+        since = [*mark.again, *taken, *self.openings(), *self._undelivered.again]
+        kept = {*mark.states, *(each.opening.draw.origin for row in mark.rows for each in row)}
+        mark.batch.clear()
+        self._undelivered.again.clear()
+        self.clear()
+        for row, turns in zip(self.rows, mark.rows, strict=True):
+            row.extend(turns)
+        self._put(mark.states.values(), Names(None))
+        self._vacate()
+        return [opening for opening in since if opening.draw.origin not in kept]
+
+    def save(self, *, waits: bool) -> Saved:
+        """What is in slots and rows, see :meth:`InProgress.save`."""
+        found: list[torch.Tensor] = []
+        lost: list[tuple[Opening, str | None]] = []
+        for dialog in self:
+            try:
+                found.append(packed(self._saved(dialog, waits=waits)))
+            except Exception as error:
+                reason = None if dialog.is_untouched else f"{type(error).__name__}: {error}"
+                lost.append((dialog.opening, reason))
+        gone = {opening.draw.origin for opening, _ in lost}
+        rows = [[own(each) for each in row if each.opening.draw.origin not in gone] for row in self.rows]
+        return Saved({"dialogs": found, "rows": packed(rows)}, lost)
+
+    def load(self, state_dict: Mapping[str, Any], names: Names) -> None:
+        """Go on from a saved state, in slots and rows that are empty.
+
+        Args:
+            state_dict: of :meth:`save`; its ``row_ids`` are None where nothing was begun.
+            names: of trajectories.
+        """
+        for row, turns in zip(self.rows, unpacked(state_dict["rows"]), strict=True):
+            row.extend(replace(each, id=names.of(each.id)) for each in turns)
+        for each in itertools.chain(*self.rows):
+            if each.ended is not None:
+                self._undelivered.source.claim(each.opening.draw.origin)
+        found = [saved for saved in map(unpacked, state_dict["dialogs"]) if saved["slot"] < len(self.slots)]
+        self._put(found, names)
+        if state_dict["row_ids"] is not None:
+            self._vacate()
+            self.fill()
+
+    def _put(self, states: Iterable[Mapping[str, Any]], names: Names) -> None:
+        """Put conversations that were saved into their slots."""
+        states = list(states)
+        for saved in states:
+            self._undelivered.source.claim(saved["opening"].draw.origin)
+        for saved in states:
+            dialog = Dialog.loaded(saved, self._chain())
+            dialog.id = names.of(dialog.id)
+            dialog.held = [replace(each, id=dialog.id) for each in dialog.held]
+            self.slots[dialog.slot] = dialog
+            self._conversations.load(dialog.slot, dialog.opening, dialog.messages, saved["environment"])
+
+    def _vacate(self) -> None:
+        """Have :meth:`fill` begin conversations in all slots that have none."""
+        self._vacant.update(slot for slot, dialog in enumerate(self.slots) if dialog is None)
 
     # What they show -----------------------------------------------------------------------------------
 
