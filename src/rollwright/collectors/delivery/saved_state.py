@@ -121,7 +121,7 @@ class SavedState:
         rollout.acting.version = int(state.get("policy_version", 0))
         if read.episodes is not None:
             rollout.episodes.load_state_dict(read.episodes, goes_on=goes_on)
-        if goes_on and "anew" in saved:
+        if saved is not None and goes_on and "anew" in saved:
             current = rollout.current if of_path else read.current
             now = RolloutState(current, saved["anew"].numpy(), saved["fresh_ids"])
             rollout.go_on_from(now, ids_are_free=ids_are_free)

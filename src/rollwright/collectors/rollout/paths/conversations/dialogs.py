@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -172,15 +173,12 @@ class Dialog:
 
         What was asked for is asked for again.
         """
+        own_turn = None if self.pending is None else _own_turn(self.pending)
         return {
-            "slot": self.slot,
-            "opening": self.opening,
+            **{name: getattr(self, name) for name in _SAVED},
             "chain": self.chain.state_dict(),
-            "id": self.id,
             "messages": list(self.messages),
-            "number": self.number,
-            "total": self.total,
-            "pending": None if self.pending is None else _own_turn(self.pending),
+            "pending": own_turn,
             "memory": dict(self.memory),
             "held": [own(each) for each in self.held],
             "environment": dict(of_environment),
@@ -190,18 +188,12 @@ class Dialog:
     def loaded(cls, saved: Mapping[str, Any], chain: TokenChain) -> Dialog:
         """The conversation that :meth:`state_dict` saved."""
         chain.load_state_dict(saved["chain"])
-        return cls(
-            saved["slot"],
-            saved["opening"],
-            chain,
-            id=saved["id"],
-            messages=list(saved["messages"]),
-            number=saved["number"],
-            total=saved["total"],
-            pending=saved.get("pending"),
-            held=list(saved["held"]),
-            memory=dict(saved.get("memory", {})),
-        )
+        own = {name: saved[name] for name in _SAVED}
+        own |= {name: copy.copy(saved[name]) for name in ("messages", "held", "pending", "memory") if name in saved}
+        return cls(chain=chain, **own)
+
+
+_SAVED = ("slot", "opening", "id", "number", "total")
 
 
 def name_of(opening: Opening, number: int) -> str:

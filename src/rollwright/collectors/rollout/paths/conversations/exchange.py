@@ -53,6 +53,7 @@ class Exchange:
         self.hooks, self._before_asking = hooks, before_asking
         self._asked: dict[int, Dialog] = {}  # by key of the request
         self._keys = itertools.count()
+        dialogs.asked = self
         self._waits_until = math.inf  # on the clock of time.monotonic
 
     # What a rollout asks for --------------------------------------------------------------------------
@@ -197,7 +198,7 @@ class Exchange:
 
     def _check_waits(self) -> None:
         if time.monotonic() > self._waits_until:
-            begun = ", ".join(dialog.name for dialog in self._dialogs.begun)
+            begun = ", ".join(dialog.name for dialog in self._dialogs if not dialog.is_untouched)
             raise WaitsEnded(
                 f"shutdown: answers, tools or rewards were still to come in {begun}; they are not delivered."
             )

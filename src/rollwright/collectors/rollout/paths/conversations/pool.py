@@ -12,7 +12,6 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor, Names, Saved
 from rollwright.collectors.rollout.paths.conversations.pool_notes import (
-    AskedStep,
     PoolNotes,
     loaded_frames,
     opening_of,
@@ -31,6 +30,8 @@ from rollwright.modules.signature import Call
 
 __all__ = ["ConversationPoolPath", "is_pool_of_conversations"]
 
+_SavedEnv = tuple[dict[str, Any], str | None]  # its state, and why its conversation begins again
+_Before = tuple[TensorDictBase, _SavedEnv]  # what a step is taken from
 _MANY = 16  # notes that an environment is sent without a need
 
 
@@ -67,7 +68,7 @@ class ConversationPoolPath(PoolPath):
         self._resets = parts.options.reset_at_each_iter
         self._over: set[int] = set()  # environments whose data is over
         self._at: list[Opening | None] = [None] * env.num_envs  # conversations in progress
-        self._asked: dict[int, AskedStep] = {}  # steps that were asked for, where the place is kept
+        self._asked: dict[int, _Before] = {}  # before steps that were asked for, where the place is kept
 
     # Frames -------------------------------------------------------------------------------------------
 
@@ -193,7 +194,7 @@ class ConversationPoolPath(PoolPath):
             if len(self._notes.of[index]) >= _MANY:
                 self._flush(index)
         if self.cursor.keeps_place:
-            self._asked |= {index: AskedStep(root, *self._save(index)) for index, root in self._roots.items()}
+            self._asked |= {index: (root, self._save(index)) for index, root in self._roots.items()}
         super().act(t)
 
     def finish(self, steps: int) -> TensorDictBase:
@@ -277,11 +278,11 @@ class ConversationPoolPath(PoolPath):
         for index in set(self._env.busy) - self._asked.keys():  # it was asked for before the place was kept
             self._receive(index)
         asked = {index: self._asked[index] for index in self._env.busy}
-        roots = {**self._roots, **{index: each.root for index, each in asked.items()}}
+        roots = {**self._roots, **{index: root for index, (root, _) in asked.items()}}
         lost, again = list[tuple[Opening, str | None]](), set[int]()
         states, done = list[dict[str, Any]](), list[Origin]()
         for index, at in enumerate(self._at):
-            state, reason = asked[index][1:] if index in asked else self._save(index)
+            state, reason = asked[index][1] if index in asked else self._save(index)
             states.append(state)
             done += self._notes.of[index]  # what it was not told yet
             if reason is not None and at is not None:
@@ -316,11 +317,10 @@ class ConversationPoolPath(PoolPath):
                     self.cursor.begin_again([at])
         return unsaved
 
-    def _save(self, index: int) -> tuple[dict[str, Any], str | None]:
+    def _save(self, index: int) -> _SavedEnv:
         """What an environment saves, see :meth:`Pooled.save_conversation`."""
         self._flush(index)
-        saved: tuple[dict[str, Any], str | None] = self._env.call(index, "save_conversation")
-        return saved
+        return cast(_SavedEnv, self._env.call(index, "save_conversation"))
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`InProgress.check_state`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -15,21 +15,7 @@ from rollwright.data.llm.turns import Origin
 from rollwright.envs.llm.core import Opening, PromptDraw
 from rollwright.envs.llm.pooled import Name
 
-__all__ = ["AskedStep", "PoolNotes", "loaded_frames", "opening_of", "saved_frames"]
-
-
-class AskedStep(NamedTuple):
-    """Where an environment was before a step that it was asked for.
-
-    Attributes:
-        root: what the step is taken from.
-        state: what the environment saved.
-        reason: why its conversation begins again; None: it goes on.
-    """
-
-    root: TensorDictBase
-    state: dict[str, Any]
-    reason: str | None
+__all__ = ["PoolNotes", "loaded_frames", "opening_of", "saved_frames"]
 
 
 class PoolNotes:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollwright.collectors.rollout.paths.conversations.cursor import Names, Saved
+from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor, Names, Saved
 from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, EndedTurn, name_of, own
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.turns import Origin
@@ -23,6 +23,8 @@ from rollwright.envs.llm.undelivered import Undelivered
 from rollwright.errors import EnvError
 
 __all__ = ["Dialogs", "Mark"]
+
+Times = list[list[EndedTurn | None]]  # turns by time and row; None: the row has none then
 
 
 class Mark(NamedTuple):
@@ -35,28 +37,42 @@ class Mark(NamedTuple):
         batch: turns that were taken since, by time and row.
     """
 
-    states: dict[Origin, dict[str, Any]]
+    states: list[dict[str, Any]]
     rows: list[list[EndedTurn]]
     again: list[Opening]
-    batch: list[list[EndedTurn | None]]
+    batch: Times
+
+
+class Asked(Protocol):
+    """What conversations wait for."""
+
+    def cancel(self, dialogs: Iterable[Dialog | None]) -> None:
+        """Have the engine forget what conversations were asked for."""
+
+    def follow_all(self) -> None:
+        """Wait for tools and rewards that are in progress."""
 
 
 class Dialogs:
-    """Conversations in slots, and rows of turns that are complete and were not taken yet.
+    """Conversations in slots, and rows of turns that are complete and were not taken yet: an :class:`InProgress`.
 
     Args:
         conversations: of the environment.
         chain: makes the tokens of a conversation.
         streams: there is one row, of turns in the order in which they end; False: a row for each slot.
-        holds: turns wait in their conversation until it has ended: it is delivered whole, from one row.
-        undelivered: conversations that nobody got.
+        whole: conversations are delivered whole: with ``streams``, turns wait in theirs until it has ended.
+        cursor: keeps account of them.
         fresh_id: hands out trajectory ids.
 
     Attributes:
         slots: the conversations; None: there is none.
         rows: turns that were not taken.
-        data_is_over: whether a slot found no prompt.
+        batch: turns of the current batch, by time and row.
+        asked: what they wait for.
+        started: whether they were begun.
     """
+
+    asked: Asked
 
     def __init__(
         self,
@@ -64,27 +80,27 @@ class Dialogs:
         chain: Callable[[], TokenChain],
         *,
         streams: bool,
-        holds: bool,
-        undelivered: Undelivered,
+        whole: bool,
+        cursor: ConversationCursor,
         fresh_id: Callable[[], int],
     ) -> None:
         count = conversations.num_slots
         self._conversations, self._chain, self._fresh_id = conversations, chain, fresh_id
-        self._streams, self._holds = streams, holds
+        self._streams, self._holds, self._cursor = streams, streams and whole, cursor
         self.slots: list[Dialog | None] = [None] * count
         self.rows: list[deque[EndedTurn]] = [deque() for _ in range(1 if streams else count)]
-        self._undelivered = undelivered
-        self.data_is_over = False
+        self.batch: Times = []
+        self.started = False
+        self._data_is_over = False  # a slot found no prompt
         self._vacant: set[int] = set()  # slots whose conversation has ended
+
+    @property
+    def _undelivered(self) -> Undelivered:
+        return self._cursor.undelivered
 
     def __iter__(self) -> Iterator[Dialog]:
         """The conversations that there are."""
         return (dialog for dialog in self.slots if dialog is not None)
-
-    @property
-    def begun(self) -> list[Dialog]:
-        """Conversations in which something was asked."""
-        return [dialog for dialog in self if not dialog.is_untouched]
 
     @property
     def ready(self) -> list[Dialog]:
@@ -106,11 +122,6 @@ class Dialogs:
             return not self.rows[0] and any(True for _ in self)
         return any(not row and dialog is not None for row, dialog in zip(self.rows, self.slots, strict=True))
 
-    @property
-    def are_over(self) -> bool:
-        """Whether the data is over, and all was taken."""
-        return self.data_is_over and not any(self.rows) and all(dialog is None for dialog in self.slots)
-
     # Beginning and end --------------------------------------------------------------------------------
 
     def open(self, slot: int) -> None:
@@ -120,28 +131,33 @@ class Dialogs:
         try:
             opening = self._undelivered.open(slot)
         except StopIteration:
-            self.data_is_over = True
+            self._data_is_over = True
             return
         try:
             self.slots[slot] = Dialog.begun(slot, opening, self._chain())
         except ValueError as error:
             raise ValueError(f"{name_of(opening, 0)}: {error}") from error
 
-    def open_with_id(self, slots: Iterable[int]) -> None:
-        """Begin conversations, with new trajectory ids."""
-        for slot in slots:
+    def fill(self) -> None:
+        """Begin conversations where others have ended, in order of slots, whichever of them ended first."""
+        for slot in sorted(self._vacant):
             self.open(slot)
             if (dialog := self.slots[slot]) is not None:
                 dialog.id = self._fresh_id()
 
-    def fill(self) -> None:
-        """Begin conversations where others have ended, in order of slots, whichever of them ended first."""
-        self.open_with_id(sorted(self._vacant))
+    def renew(self, slots: Iterable[int]) -> None:
+        """End what is in progress, on purpose, and begin other conversations; where nothing was asked yet, it stays."""
+        for slot in slots:
+            dialog = self.slots[slot]
+            if dialog is None or not dialog.is_untouched:
+                if dialog is not None:
+                    self._drop(dialog)
+                self.open(slot)
 
     def keep(self, dialog: Dialog, ended: EndedTurn) -> None:
         """A turn is complete."""
         row = self.row_of(dialog)
-        if self._streams and self._holds:
+        if self._holds:
             dialog.held.append(ended)
             if ended.ended is not None:
                 row.extend(dialog.held)
@@ -151,24 +167,66 @@ class Dialogs:
             self.slots[dialog.slot] = None
             self._vacant.add(dialog.slot)
 
-    def drop(self, dialog: Dialog) -> None:
+    def _drop(self, dialog: Dialog) -> None:
         """A conversation ends here, on purpose: its prompt counts as done."""
+        self.asked.cancel([dialog])
         gone = {dialog.id: dialog.opening}
         if not self._streams:
             gone |= {each.id: each.opening for each in self.row_of(dialog)}
             self.row_of(dialog).clear()
         self._undelivered.drop(gone.values())
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Take all out of slots and rows."""
+        self.asked.cancel(self)
         self._conversations.clear()
         self.slots = [None] * len(self.slots)
         self._vacant.clear()
         for row in self.rows:
             row.clear()
-        self.data_is_over = False
+        self._data_is_over = False
 
-    # There and back -----------------------------------------------------------------------------------
+    # What their cursor asks of them -------------------------------------------------------------------
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """See :attr:`InProgress.sizes`."""
+        return len(self.rows), len(self.slots)
+
+    @property
+    def is_over(self) -> bool:
+        """See :attr:`InProgress.is_over`."""
+        return self._data_is_over and not any(self.rows) and not any(True for _ in self)
+
+    def begun(self) -> list[Opening]:
+        """See :meth:`InProgress.begun`."""
+        ahead = [each.opening for each in itertools.chain(*self.rows)]
+        return ahead + [dialog.opening for dialog in self if not dialog.is_untouched]
+
+    def _openings(self, batch: Times) -> list[Opening]:
+        """Of all conversations that have turns in a batch or in rows, or are in slots."""
+        turns = itertools.chain(*batch, *self.rows)
+        return [each.opening for each in turns if each is not None] + [dialog.opening for dialog in self]
+
+    def interrupt(self) -> list[Opening]:
+        """See :meth:`InProgress.interrupt`."""
+        found = self._openings(self.batch)
+        self._clear()
+        self.batch, self.started = [], False
+        return found
+
+    def look_ahead(self) -> None:
+        """See :meth:`InProgress.look_ahead`."""
+        if self.started:
+            self.fill()
+        else:
+            self.renew(range(len(self.slots)))
+
+    def before_answer(self, dialog: Dialog) -> dict[str, Any] | None:
+        """A conversation before an answer is asked for; None: it begins again, or it cannot be saved."""
+        with suppress(Exception):  # the environment may fail in any way
+            return dialog.state_dict(self._conversations.state(dialog.slot)) if dialog.number else None
+        return None
 
     def _saved(self, dialog: Dialog, *, waits: bool) -> dict[str, Any]:
         """A conversation between an outcome and an answer; at its end, or, without ``waits``, before its last answer.
@@ -184,93 +242,104 @@ class Dialogs:
             raise EnvError(f"{dialog.name}: it could not be saved before its last answer.")
         return dialog.before
 
-    def before_answer(self, dialog: Dialog) -> dict[str, Any] | None:
-        """A conversation whose last answer was not taken, or not asked for; None: it can only begin again."""
-        with suppress(Exception):  # the environment may fail in any way
-            return self._saved(dialog, waits=False)
-        return None
-
-    def mark(self, batch: list[list[EndedTurn | None]], *, saves: bool) -> Mark:
-        """Where they are.
-
-        Args:
-            batch: takes the turns from here on.
-            saves: whether conversations in progress are to go on; if not, they begin again.
-        """
-        found = {each.opening.draw.origin: self.before_answer(each) for each in self if saves and each.number}
-        states = {origin: state for origin, state in found.items() if state is not None}
-        unsaved = found.keys() - states.keys()
-        rows = [[each for each in row if each.opening.draw.origin not in unsaved] for row in self.rows]
-        return Mark(states, rows, list(self._undelivered.again), batch)
-
-    def go_back(self, mark: Mark) -> list[Opening]:
-        """Put slots and rows back to where they were; returns what was begun since then, or cannot go on."""
-        taken = [each.opening for turns in mark.batch for each in turns if each is not None]
-        since = [*mark.again, *taken, *self.openings(), *self._undelivered.again]
-        kept = {*mark.states, *(each.opening.draw.origin for row in mark.rows for each in row)}
-        mark.batch.clear()
-        self._undelivered.again.clear()
-        self.clear()
-        for row, turns in zip(self.rows, mark.rows, strict=True):
-            row.extend(turns)
-        self._put(mark.states.values(), Names(None))
-        self._vacate()
-        return [opening for opening in since if opening.draw.origin not in kept]
-
-    def save(self, *, waits: bool) -> Saved:
-        """What is in slots and rows, see :meth:`InProgress.save`."""
-        found: list[torch.Tensor] = []
+    def _left(
+        self, *, waits: bool
+    ) -> tuple[list[dict[str, Any]], list[list[EndedTurn]], list[tuple[Opening, str | None]]]:
+        """Conversations in slots and turns in rows; and what of it cannot be saved, see :attr:`Saved.lost`."""
+        states: list[dict[str, Any]] = []
         lost: list[tuple[Opening, str | None]] = []
         for dialog in self:
             try:
-                found.append(packed(self._saved(dialog, waits=waits)))
+                states.append(self._saved(dialog, waits=waits))
             except Exception as error:
-                reason = None if dialog.is_untouched else f"{type(error).__name__}: {error}"
-                lost.append((dialog.opening, reason))
+                lost.append((dialog.opening, None if dialog.is_untouched else f"{type(error).__name__}: {error}"))
         gone = {opening.draw.origin for opening, _ in lost}
-        rows = [[own(each) for each in row if each.opening.draw.origin not in gone] for row in self.rows]
-        return Saved({"dialogs": found, "rows": packed(rows)}, lost)
+        return states, [[each for each in row if each.opening.draw.origin not in gone] for row in self.rows], lost
 
-    def load(self, state_dict: Mapping[str, Any], names: Names) -> None:
-        """Go on from a saved state, in slots and rows that are empty.
+    def mark(self) -> Mark:
+        """Where they are, for :meth:`go_back`; a batch begins."""
+        self.batch = []
+        if self._holds:  # nothing of a conversation in progress was taken
+            return Mark([], [list(row) for row in self.rows], list(self._undelivered.again), self.batch)
+        states, rows, _ = self._left(waits=False)
+        return Mark(states, rows, list(self._undelivered.again), self.batch)
 
-        Args:
-            state_dict: of :meth:`save`; its ``row_ids`` are None where nothing was begun.
-            names: of trajectories.
+    def go_back(self, mark: Mark, *, keeps: bool) -> list[Opening]:
+        """See :meth:`InProgress.go_back`; turns that were taken since are taken again."""
+        since = [*mark.again, *self._openings(mark.batch), *self._undelivered.again]
+        mark.batch.clear()
+        self._undelivered.again.clear()
+        self._clear()
+        for row, turns in zip(self.rows, mark.rows, strict=True):
+            row.extend(turns)
+        self._put(mark.states, Names(None))
+        kept = {each["opening"].draw.origin for each in mark.states}
+        kept |= {each.opening.draw.origin for each in itertools.chain(*self.rows)}
+        return [opening for opening in since if opening.draw.origin not in kept]
+
+    def save(self, *, waits: bool, alone: bool) -> Saved:
+        """See :meth:`InProgress.save`."""
+        if alone:
+            return Saved({"dialogs": [], "rows": packed([[] for _ in self.rows]), "row_ids": None})
+        unsaved: list[str] = []
+        try:
+            if waits:
+                self.asked.follow_all()
+        except Exception as error:  # of the environment; the next rollout raises it, if it is still there
+            names = ", ".join(dialog.name for dialog in self.waiting)
+            unsaved.append(f"what follows the answer in {names} is lost, and it is asked again: {error}")
+            self._cursor.begin_again(self.go_back(self.mark(), keeps=True))
+        states, rows, lost = self._left(waits=waits)
+        found = {
+            "dialogs": [packed(state) for state in states],
+            "rows": packed([[own(each) for each in row] for row in rows]),
+            "row_ids": torch.from_numpy(self.row_ids()) if self.started else None,
+        }
+        return Saved(found, lost, unsaved)
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`InProgress.check_state`.
+
+        Raises:
+            ValueError: it was saved with another number of environments, or another ``async_envs``.
         """
+        sizes = len(unpacked(state_dict["rows"])), len(self.rows)
+        if sizes[0] != sizes[1]:
+            saved, own_rows = (
+                "async_envs=True, or one environment" if number == 1 else f"{number} environments that take turns"
+                for number in sizes
+            )
+            raise ValueError(
+                f"state_dict: it was saved with {saved}, and this collector has {own_rows}. Make it with the same "
+                "batch_size of the environment, and the same async_envs."
+            )
+
+    def load(
+        self, state_dict: Mapping[str, Any], names: Names, done: Sequence[Origin], place: Callable[[], None]
+    ) -> None:
+        """See :meth:`InProgress.load`."""
+        place()
         for row, turns in zip(self.rows, unpacked(state_dict["rows"]), strict=True):
             row.extend(replace(each, id=names.of(each.id)) for each in turns)
-        for each in itertools.chain(*self.rows):
-            if each.ended is not None:
-                self._undelivered.source.claim(each.opening.draw.origin)
-        found = [saved for saved in map(unpacked, state_dict["dialogs"]) if saved["slot"] < len(self.slots)]
-        self._put(found, names)
-        if state_dict["row_ids"] is not None:
-            self._vacate()
+        self._put([saved for saved in map(unpacked, state_dict["dialogs"]) if saved["slot"] < len(self.slots)], names)
+        self.started = state_dict["row_ids"] is not None
+        if self.started:
             self.fill()
 
-    def _put(self, states: Iterable[Mapping[str, Any]], names: Names) -> None:
-        """Put conversations that were saved into their slots."""
-        states = list(states)
-        for saved in states:
-            self._undelivered.source.claim(saved["opening"].draw.origin)
+    def _put(self, states: Sequence[Mapping[str, Any]], names: Names) -> None:
+        """Put conversations that were saved into their slots; :meth:`fill` begins others in those that have none."""
+        ended = [each.opening for each in itertools.chain(*self.rows) if each.ended is not None]
+        for opening in [*ended, *(saved["opening"] for saved in states)]:
+            self._undelivered.source.claim(opening.draw.origin)
         for saved in states:
             dialog = Dialog.loaded(saved, self._chain())
             dialog.id = names.of(dialog.id)
             dialog.held = [replace(each, id=dialog.id) for each in dialog.held]
             self.slots[dialog.slot] = dialog
             self._conversations.load(dialog.slot, dialog.opening, dialog.messages, saved["environment"])
-
-    def _vacate(self) -> None:
-        """Have :meth:`fill` begin conversations in all slots that have none."""
         self._vacant.update(slot for slot, dialog in enumerate(self.slots) if dialog is None)
 
     # What they show -----------------------------------------------------------------------------------
-
-    def openings(self) -> list[Opening]:
-        """Of all conversations that have turns in rows, or are in slots."""
-        ahead = [each.opening for each in itertools.chain(*self.rows)]
-        return ahead + [dialog.opening for dialog in self]
 
     def row_ids(self) -> NDArray[np.int64]:
         """Ids of the trajectories that the rows go on with, see :meth:`Path.row_ids`."""
@@ -286,4 +355,4 @@ class Dialogs:
 
     def num_ahead(self) -> int:
         """Turns that are complete and were not taken."""
-        return sum(map(len, self.rows)) + sum(len(dialog.held) for dialog in self.begun)
+        return sum(map(len, self.rows)) + sum(len(dialog.held) for dialog in self)

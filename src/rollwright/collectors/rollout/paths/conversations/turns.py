@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,17 +10,15 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright.collectors.core import Path
-from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor, Names, Saved
-from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, EndedTurn
+from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor
+from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog
 from rollwright.collectors.rollout.paths.conversations.exchange import Exchange
 from rollwright.collectors.rollout.paths.conversations.records import RecordMaker
-from rollwright.collectors.rollout.paths.conversations.slots import Dialogs, Mark
+from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.records import RecordLayout
-from rollwright.data.llm.turns import Origin
-from rollwright.envs.checkpoint.packed import packed, unpacked
-from rollwright.envs.llm.core import Conversations, Opening
+from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import TurnHook
 from rollwright.errors import EnvError, NotNative
 from rollwright.modules.llm.engine import Engine
@@ -66,7 +64,7 @@ class TurnPath(Path):
         self._conversations, self._find_hooks, self._streams = conversations, hooks, streams
         self._ids, self._storing = parts.ids, parts.devices.storing
         whole = parts.options.delivers_whole
-        self._saves = not (streams and whole)  # else nothing of a conversation in progress was taken
+        self._holds = streams and whole  # nothing of a conversation in progress was taken
         self._resets = parts.options.reset_at_each_iter
         chain = TokenChain(
             engine.tokenizer,
@@ -77,21 +75,13 @@ class TurnPath(Path):
         assert parts.cursor is not None
         self.cursor = parts.cursor
         self._dialogs = Dialogs(
-            conversations,
-            chain,
-            streams=streams,
-            holds=whole,
-            undelivered=self.cursor.undelivered,
-            fresh_id=self._fresh_id,
+            conversations, chain, streams=streams, whole=whole, cursor=self.cursor, fresh_id=self._fresh_id
         )
-        self.sizes = len(self._dialogs.rows), len(self._dialogs.slots)
         self._exchange = Exchange(conversations, engine, self._dialogs, hooks=hooks(), before_asking=self._keep_before)
         flat = parts.options.flatten_data and not whole  # else the delivery needs the rows
         self._records = RecordMaker(layout, parts.env.batch_size, flat=flat, streams=streams)
-        self._batch: list[list[EndedTurn | None]] = []
         self._ended: list[tuple[float, int]] = []
-        self._started = False
-        self.cursor.follow(self)
+        self.cursor.follow(self._dialogs)
 
     def check(self) -> None:
         """See :meth:`Path.check`: transforms may have been added."""
@@ -100,14 +90,14 @@ class TurnPath(Path):
     def _keep_before(self, dialog: Dialog) -> None:
         """Keep what is needed of a conversation whose turn may not be complete when the batch is."""
         ahead = self._streams or self._dialogs.row_of(dialog)
-        dialog.before = self._dialogs.before_answer(dialog) if ahead and dialog.number and self._saves else None
+        dialog.before = self._dialogs.before_answer(dialog) if ahead and not self._holds else None
 
     # The conversations --------------------------------------------------------------------------
 
     @property
     def started(self) -> bool:
         """See :attr:`Path.started`."""
-        return self._started
+        return self._dialogs.started
 
     @property
     def current(self) -> TensorDictBase | None:
@@ -125,9 +115,9 @@ class TurnPath(Path):
 
     def reset(self, **kwargs: Any) -> None:
         """See :meth:`Path.reset`; a conversation in which nothing was asked yet stays."""
-        self._reset(range(len(self._dialogs.slots)))
-        self._started = True
-        if self._dialogs.are_over:
+        self._dialogs.renew(range(len(self._dialogs.slots)))
+        self._dialogs.started = True
+        if self._dialogs.is_over:
             raise EnvError(
                 f"{type(self._conversations).__name__}: there is no prompt to begin a conversation with: the data is "
                 "empty, or all its epochs are over. Pass more data, or more epochs."
@@ -135,17 +125,7 @@ class TurnPath(Path):
 
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
         """See :meth:`Path.reset_some`."""
-        self._reset(marked.reshape(-1).nonzero().reshape(-1).tolist())
-
-    def _reset(self, slots: Iterable[int]) -> None:
-        found = {slot: self._dialogs.slots[slot] for slot in slots}
-        stale = {slot: dialog for slot, dialog in found.items() if dialog is None or not dialog.is_untouched}
-        self._exchange.cancel(stale.values())
-        for dialog in stale.values():
-            if dialog is not None:
-                self._dialogs.drop(dialog)
-        for slot in stale:
-            self._dialogs.open(slot)
+        self._dialogs.renew(marked.reshape(-1).nonzero().reshape(-1).tolist())
 
     def set_ids(self, ids: torch.Tensor) -> None:
         """See :meth:`Path.set_ids`."""
@@ -178,8 +158,7 @@ class TurnPath(Path):
         """See :meth:`Path.begin`."""
         if random:
             raise NotNative("random actions are no answers of an engine")
-        self._batch = []
-        self.cursor.begin(self._dialogs.mark(self._batch, saves=self._saves))
+        self.cursor.begin(self._dialogs.mark())
         self._dialogs.fill()  # where that fails, the others go on
 
     def act(self, t: int) -> None:
@@ -200,22 +179,22 @@ class TurnPath(Path):
 
     def record(self, t: int) -> None:
         """See :meth:`Path.record`."""
-        self._batch.append([row.popleft() if row else None for row in self._dialogs.rows])
+        self._dialogs.batch.append([row.popleft() if row else None for row in self._dialogs.rows])
 
     def frame(self, t: int) -> TensorDictBase:
         """See :meth:`Path.frame`."""
-        return self._records.frame(self._batch[t])
+        return self._records.frame(self._dialogs.batch[t])
 
     def finish(self, steps: int) -> TensorDictBase:
         """See :meth:`Path.finish`."""
-        times, self._batch = self._batch, []
+        times, self._dialogs.batch = self._dialogs.batch, []
         taken = [each for turns in times for each in turns if each is not None]
         self.frames_taken = len(taken)
         ended = {each.id: each.opening for each in taken if each.ended is not None}
         self.cursor.finish((each.opening for each in taken), ended)
         self._ended = [each.ended for each in taken if each.ended is not None]
         if self._resets:  # now, so that it shows whether the data is over
-            self._reset(range(len(self._dialogs.slots)))
+            self._dialogs.renew(range(len(self._dialogs.slots)))
         batch = self._records.batch(times)
         return batch if self._storing is None else batch.to(self._storing)
 
@@ -223,84 +202,11 @@ class TurnPath(Path):
         """See :meth:`Path.ended`."""
         return self._ended
 
-    # What its cursor asks of it -----------------------------------------------------------------------
-
-    @property
-    def is_over(self) -> bool:
-        """See :attr:`InProgress.is_over`."""
-        return self._dialogs.are_over
-
-    def begun(self) -> list[Opening]:
-        """See :meth:`InProgress.begun`."""
-        ahead = [each.opening for row in self._dialogs.rows for each in row]
-        return ahead + [dialog.opening for dialog in self._dialogs.begun]
-
-    def interrupt(self) -> list[Opening]:
-        """See :meth:`InProgress.interrupt`."""
-        self._exchange.cancel(self._dialogs)
-        taken = [each.opening for turns in self._batch for each in turns if each is not None]
-        found = [*taken, *self._dialogs.openings()]
-        self._dialogs.clear()
-        self._batch, self._started = [], False
-        return found
-
-    def go_back(self, mark: Mark, *, keeps: bool) -> list[Opening]:
-        """See :meth:`InProgress.go_back`; turns that were taken since are taken again."""
-        self._exchange.cancel(self._dialogs)
-        return self._dialogs.go_back(mark)
-
-    def look_ahead(self) -> None:
-        """See :meth:`InProgress.look_ahead`."""
-        if self._started:
-            self._dialogs.fill()
-        else:
-            self._reset(range(len(self._dialogs.slots)))
-
-    def save(self, *, waits: bool, alone: bool) -> Saved:
-        """See :meth:`InProgress.save`."""
-        if alone:
-            return Saved({"dialogs": [], "rows": packed([[] for _ in self._dialogs.rows]), "row_ids": None})
-        unsaved: list[str] = []
-        if waits:
-            try:
-                self._exchange.follow_all()
-            except Exception as error:  # of the environment; the next rollout raises it, if it is still there
-                names = ", ".join(dialog.name for dialog in self._dialogs.waiting)
-                unsaved.append(f"what follows the answer in {names} is lost, and it is asked again: {error}")
-                self._exchange.cancel(self._dialogs)
-                self.cursor.begin_again(self._dialogs.go_back(self._dialogs.mark([], saves=self._saves)))
-        saved, ids = self._dialogs.save(waits=waits), self.row_ids()
-        state = {**saved.state, "row_ids": None if ids is None else torch.from_numpy(ids)}
-        return Saved(state, saved.lost, unsaved)
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`InProgress.check_state`.
-
-        Raises:
-            ValueError: it was saved with another number of environments, or another ``async_envs``.
-        """
-        sizes = len(unpacked(state_dict["rows"])), len(self._dialogs.rows)
-        if sizes[0] != sizes[1]:
-            saved, own_rows = (
-                "async_envs=True, or one environment" if number == 1 else f"{number} environments that take turns"
-                for number in sizes
-            )
-            raise ValueError(
-                f"state_dict: it was saved with {saved}, and this collector has {own_rows}. Make it with the same "
-                "batch_size of the environment, and the same async_envs."
-            )
-
-    def load(
-        self, state_dict: Mapping[str, Any], names: Names, done: Sequence[Origin], place: Callable[[], None]
-    ) -> None:
-        """See :meth:`InProgress.load`."""
-        place()
-        self._dialogs.load(state_dict, names)
-        self._started = state_dict["row_ids"] is not None
+    # State --------------------------------------------------------------------------------------------
 
     def row_ids(self) -> NDArray[Any] | None:
         """See :meth:`Path.row_ids`."""
-        return self._dialogs.row_ids() if self._started else None
+        return self._dialogs.row_ids() if self._dialogs.started else None
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""
