@@ -119,8 +119,8 @@ def test_a_publication_that_follows_says_whether_the_last_one_was_published():
 def test_a_replaced_worker_sees_that_its_share_is_over():
     with make(0, trajs_per_batch=2) as first, make(0, trajs_per_batch=2) as second:
         assert sum(1 for _ in first)
-        path = second._rollout.path
-        path.cursor.load_state_dict(first._rollout.path.cursor.place(), ids_are_free=True)
-        path.cursor.look_ahead()
-        assert path.cursor.is_over
+        cursor = second._rollout.cursor
+        cursor.load_state_dict(first._rollout.cursor.place(), ids_are_free=True)
+        cursor.look_ahead()
+        assert cursor.is_over
         assert list(second) == []

@@ -18,6 +18,7 @@ from tests.collectors.llm.test_shares import MODES
 from tests.variants import in_turn
 
 from rollwright.collectors.llm import LLMCollector
+from rollwright.collectors.rollout.rollout import SilentObserver
 from rollwright.envs import AsyncEnvPool
 from rollwright.envs.llm import ChatEnv
 from rollwright.errors import EnvError
@@ -166,6 +167,20 @@ def test_no_turn_comes_twice_where_all_begins_anew(kind):
     assert set(found.values()) == {1}
     assert {number for number, turn in found if not turn} == set(range(8))
     assert dropped == len({number for number, _ in wanted - found.keys()}) > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*turns of it were delivered")
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_turn_comes_twice_where_a_batch_is_refused(kind, monkeypatch):
+    """As one whose weights are too old: its turns are taken again."""
+    calls = itertools.count(1)
+    monkeypatch.setattr(SilentObserver, "accepts", lambda self, frames: next(calls) not in (2, 4, 5))
+    found, _, stats = taken(kind, Saved)
+    wanted = {(number, turn) for number in range(8) for turn in range(number % 4 + 1)}
+    assert set(found.values()) == {1}
+    lost = {number for number, _ in wanted - found.keys()}
+    assert stats["conversations_dropped"] == len(lost)
+    assert not lost or kind == "pool"  # whose environments cannot go back to an earlier turn
 
 
 def one_chat(slots=1):

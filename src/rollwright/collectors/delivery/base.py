@@ -158,11 +158,11 @@ class RolloutDelivery(Delivery):
         """Drop what is held: all environments are reset."""
         if self.assembler is not None:
             self.assembler.drop()
-            self.rollout.path.cursor.dropped()
+            self.rollout.cursor.dropped()
 
     def missed(self) -> None:
         """Drop what cannot become whole: a rollout was taken that is not delivered, but returned to who asked."""
-        self.rollout.path.cursor.delivered()
+        self.rollout.cursor.delivered()
         if self.assembler is not None:
             self.assembler.miss(self.rollout.ids.state_dict()["traj_id"])
 
@@ -201,9 +201,7 @@ class RolloutDelivery(Delivery):
         try:
             batch = rollout.collect()
         except BaseException:
-            if (
-                rollout.go_back_if_begun() and not rollout.path.cursor.offers_again
-            ):  # else what goes on has its id still
+            if rollout.go_back_if_begun() and not rollout.cursor.offers_again:  # else what goes on has its id still
                 assembler.drop_after_error(known + rollout.frames)
             raise
         try:
@@ -218,7 +216,7 @@ class RolloutDelivery(Delivery):
         """The delivery of trajectories has failed: they are offered again, or dropped."""
         assembler = self.assembler
         assert assembler is not None
-        if self.rollout.path.cursor.offers_again:
+        if self.rollout.cursor.offers_again:
             assembler.put_back(popped)
         else:
             assembler.frames_dropped += sum(found.length for found in popped)
@@ -270,7 +268,7 @@ class RolloutDelivery(Delivery):
         saved_ids = None if trajectories is None or ids is None else _saved_ids(trajectories)
         fresh = () if ids_are_free else rollout.ids.take(len(loaded["complete"])).tolist()
         assembler.load_state_dict({**held, **loaded}, ids, fresh, saved_ids)
-        rollout.path.cursor.load_undelivered(assembler.first_frames())
+        rollout.cursor.load_undelivered(assembler.first_frames())
 
     # What subclasses do with a batch --------------------------------------------------------------
 

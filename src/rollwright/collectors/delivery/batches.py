@@ -20,7 +20,7 @@ class Batches(RolloutDelivery):
         """See :class:`~rollwright.collectors.core.Delivery`."""
         with self._collected() as batch:
             found = self._hand_out(batch)
-            self.rollout.path.cursor.delivered()
+            self.rollout.cursor.delivered()
             return found
 
 
@@ -55,7 +55,7 @@ class TrajectoryBatches(RolloutDelivery):
             self.give_back(popped)
             raise
         self._delivered_trajectories = True
-        self.rollout.path.cursor.delivered(trajectory.id for trajectory in popped)
+        self.rollout.cursor.delivered(trajectory.id for trajectory in popped)
         return batch
 
     def next_of_rollout(self) -> list[TensorDictBase]:
@@ -70,7 +70,7 @@ class TrajectoryBatches(RolloutDelivery):
         except BaseException:
             self.give_back(popped)
             raise
-        self.rollout.path.cursor.delivered(trajectory.id for trajectory in popped)
+        self.rollout.cursor.delivered(trajectory.id for trajectory in popped)
         return handed
 
 

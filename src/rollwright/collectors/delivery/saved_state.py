@@ -53,7 +53,7 @@ class SavedState:
         ``engine_state_dict``): these are live, as everywhere in torch.
         """
         rollout = self._rollout
-        own, now = rollout.path.cursor.state_dict(), rollout.state()
+        own, now = rollout.cursor.state_dict(), rollout.state()
         state: OrderedDict[str, Any] = OrderedDict()
         if (weights := self._weights()) is not None:
             state["policy_state_dict"] = _own_state(weights)
@@ -107,7 +107,7 @@ class SavedState:
             with self._unchanged_if_it_raises(always=True):  # a trial, before conversations in progress are dropped
                 self._load_modules(state, **kwargs)
                 self._load_engine(state)
-            before, ids = rollout.path.cursor.state_dict(), rollout.ids.state_dict()
+            before, ids = rollout.cursor.state_dict(), rollout.ids.state_dict()
             rollout.forget_trajectories()
             with self._unchanged_if_it_raises():
                 reason = self._load_modules(state, **kwargs)
@@ -150,7 +150,7 @@ class SavedState:
         self._delivery.check_held(state.get("held"))
         if saved is None or _is_of_path(state):
             if saved is not None:
-                self._rollout.path.cursor.check_state(saved)
+                self._rollout.cursor.check_state(saved)
             return _Read(saved, None, episodes)
         return _Read(saved, td_from(state["trajectories"]["carrier"]), episodes)
 
@@ -194,11 +194,11 @@ class SavedState:
     def _load_path(self, saved: Any, ids_are_free: bool, before: Any, ids: dict[str, int]) -> None:
         rollout = self._rollout
         try:
-            rollout.path.cursor.load_state_dict(saved, ids_are_free=ids_are_free)
+            rollout.cursor.load_state_dict(saved, ids_are_free=ids_are_free)
         except BaseException:
             rollout.ids.load_state_dict(ids)
             if before is not None:
-                rollout.path.cursor.load_state_dict(before[0], ids_are_free=True)
+                rollout.cursor.load_state_dict(before[0], ids_are_free=True)
             raise
 
     def _is_at(self, state: Mapping[str, Any]) -> bool:
@@ -206,7 +206,7 @@ class SavedState:
         rollout = self._rollout
         if rollout.frames != state.get("frames") or rollout.ids.state_dict() != state.get("traj_pool"):
             return False
-        own, now = rollout.path.cursor.state_dict(), rollout.state()
+        own, now = rollout.cursor.state_dict(), rollout.state()
         saved = _trajectories(now)[0] if own is None else {**own[0], **_resets(now)}
         return _equal(saved, state.get("trajectories"))
 

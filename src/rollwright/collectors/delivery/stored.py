@@ -218,13 +218,13 @@ class StoredBatches(Stored):
         error: BaseException | None = None
         hooked = rollout.hooks.post_collect_hook is not None
         with memory.batch(keeps_batches=hooked, in_background=self.in_background), self._collected() as batch:
-            rollout.observer.publishes(rollout.path.cursor)
+            rollout.observer.publishes(rollout.cursor)
             rest = memory.publish(batch, rollout.steps_taken)
             if rest is None:
                 self.batches += 1
             else:
                 error = self._written(partial(self._hand_out, rest, self._extend))
-            rollout.path.cursor.delivered()
+            rollout.cursor.delivered()
         if error is not None:
             raise error
         return None
@@ -247,7 +247,7 @@ class StoredFrames(Stored):
         """See :class:`~rollwright.collectors.core.Delivery`."""
         with self._collected() as batch:
             self._count_batch(batch)
-            self.rollout.path.cursor.delivered()
+            self.rollout.cursor.delivered()
         return None
 
     @property
@@ -280,14 +280,14 @@ class StoredTrajectories(Stored):
         while self.assembler.num_complete:
             popped = self.assembler.pop(min(self._at_once, self.assembler.num_complete))
             try:
-                self.rollout.observer.publishes(self.rollout.path.cursor, [found.id for found in popped])
+                self.rollout.observer.publishes(self.rollout.cursor, [found.id for found in popped])
                 pieces = [piece for found in popped for piece in self.pieces_of(found)]
                 error = self._written(partial(self._write, pieces))
             except BaseException:
                 self.give_back(popped)
                 raise
             self._delivered_trajectories = True
-            self.rollout.path.cursor.delivered(found.id for found in popped)
+            self.rollout.cursor.delivered(found.id for found in popped)
             if error is not None:
                 raise error
         return None

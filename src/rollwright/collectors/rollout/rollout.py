@@ -208,6 +208,11 @@ class Rollout:
         return self._path
 
     @property
+    def cursor(self) -> DataCursor:
+        """The place in data that ends, and what is in progress there."""
+        return self._path.cursor
+
+    @property
     def steps_taken(self) -> int:
         """Of each environment, in the last rollout."""
         return self._steps_taken

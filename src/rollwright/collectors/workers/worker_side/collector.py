@@ -129,10 +129,10 @@ class WorkerCollector(Reachable):
         self._how: dict[str, str] = {}  # as the collector knows it
         self._keeps_place, self._moved = spec.keeps_place, False
         if spec.keeps_place:
-            rollout.path.cursor.keep_place()
+            rollout.cursor.keep_place()
         if spec.place is not None:
-            rollout.path.cursor.load_state_dict(pickle.loads(spec.place), ids_are_free=True)
-            rollout.path.cursor.look_ahead()  # the one before may have been killed behind its last rollout
+            rollout.cursor.load_state_dict(pickle.loads(spec.place), ids_are_free=True)
+            rollout.cursor.look_ahead()  # the one before may have been killed behind its last rollout
 
     # For the worker ---------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class WorkerCollector(Reachable):
         return self._place() if moved else None
 
     def _place(self) -> bytes | None:
-        return packed_place(self._rollout.path.cursor.place()) if self._keeps_place else None
+        return packed_place(self._rollout.cursor.place()) if self._keeps_place else None
 
     def collect(self, order: say.Collect) -> say.Collected:
         """Collect a batch, and hand it over."""
@@ -193,7 +193,7 @@ class WorkerCollector(Reachable):
             rollout.start_over()
             delivery.forget()
             rollout.look_ahead()
-        if rollout.path.cursor.is_over:
+        if rollout.cursor.is_over:
             return say.Collected.nothing(order.run, observer.version, rollout.path.stats())
         try:
             with observer.spending(None):
@@ -355,7 +355,7 @@ class WorkerCollector(Reachable):
         Raises:
             ValueError: they cannot be divided anew.
         """
-        paths = self._rollout.path.cursor.divided([state["trajectories"] for state in states], count)
+        paths = self._rollout.cursor.divided([state["trajectories"] for state in states], count)
         of_all = ("policy_state_dict", "engine_state_dict", "env_state_dict", "policy_version", "traj_pool")
         first = {name: states[0][name] for name in of_all if name in states[0]}
         first |= {"frames": 0, "iter": 0, "episodes": EpisodeStats().state_dict(), "streams": None, "unsaved": []}

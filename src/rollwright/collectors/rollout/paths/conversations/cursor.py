@@ -83,15 +83,12 @@ class InProgress(Protocol):
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`DataCursor.check_state`."""
 
-    def load(
-        self, state_dict: Mapping[str, Any], names: Names, done: Sequence[Origin], place: Callable[[], None]
-    ) -> None:
+    def load(self, state_dict: Mapping[str, Any], names: Names, place: Callable[[], None]) -> None:
         """Go on from what :meth:`save` saved.
 
         Args:
             state_dict: the whole state.
             names: of trajectories.
-            done: conversations that count as delivered.
             place: goes to the place in the data, and takes in what nobody got.
         """
 
@@ -284,7 +281,7 @@ class ConversationCursor(DataCursor):
             self.undelivered.load_state_dict(state_dict, names.of, delivered=done)
 
         self._partly = _by_origin(unpacked(state_dict["partly"]) if "partly" in state_dict else ())
-        self.progress.load(state_dict, names, done, place)
+        self.progress.load(state_dict, names, place)
 
     def load_undelivered(self, held: Iterable[tuple[int, TensorDictBase]]) -> None:
         """See :meth:`DataCursor.load_undelivered`: their first frames tell which they are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -166,13 +166,11 @@ class ConversationPoolPath(PoolPath):
     def _flush(self, index: int) -> None:
         """Tell an environment what has come of its conversations."""
         undelivered, notes = self.cursor.undelivered, self._notes
-        done, notes.of[index] = notes.names(notes.of[index], index), []
-        again = notes.names((at.draw.origin for at in undelivered.again), index)
+        done, found = notes.take(index), list(undelivered.again)
+        again = [at.draw.origin for at in found if notes.env_of(at.draw.origin) == index]
         if done or again:
-            undelivered.again = deque(
-                at for at in undelivered.again if at.draw.origin.group % len(self._every) != index
-            )
-            self._env.call(index, "note", done, again)
+            undelivered.again = deque(at for at in found if notes.env_of(at.draw.origin) != index)
+            self._env.call(index, "note", done, [notes.name_of(origin) for origin in again])
 
     # A rollout ----------------------------------------------------------------------------------------
 
@@ -334,15 +332,12 @@ class ConversationPoolPath(PoolPath):
                 f"{len(state_dict.get('envs', ()))}. Make the pool as the one that was saved."
             )
 
-    def load(
-        self, state_dict: Mapping[str, Any], names: Names, done: Sequence[Origin], place: Callable[[], None]
-    ) -> None:
+    def load(self, state_dict: Mapping[str, Any], names: Names, place: Callable[[], None]) -> None:
         """See :meth:`InProgress.load`."""
-        place()
         self._notes.clear()
+        place()
         for index in self._every:
-            saved = unpacked(state_dict["envs"][index])
-            self._env.call(index, "load_conversation", saved, self._notes.names(done, index))
+            self._env.call(index, "load_conversation", unpacked(state_dict["envs"][index]), self._notes.take(index))
             if (root := td_from(state_dict["roots"][index])) is not None:
                 self._roots[index] = root
                 self._at[index] = self._begun_at(index, root)

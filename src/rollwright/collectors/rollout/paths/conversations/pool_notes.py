@@ -39,7 +39,7 @@ class PoolNotes:
 
     def delivered(self, origin: Origin) -> None:
         """See :meth:`PromptSource.delivered`."""
-        self.of[origin.group % self._count].append(origin)
+        self.of[self.env_of(origin)].append(origin)
 
     def claim(self, origin: Origin) -> None:
         """See :meth:`PromptSource.claim`: the environments claim what they load."""
@@ -51,9 +51,18 @@ class PoolNotes:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`PromptSource.load_state_dict`."""
 
-    def names(self, origins: Iterable[Origin], index: int) -> list[Name]:
-        """Names that an environment has for those conversations that are its own."""
-        return [(at.group // self._count, at.repeat) for at in origins if at.group % self._count == index]
+    def env_of(self, origin: Origin) -> int:
+        """The index of the environment that a conversation is of."""
+        return origin.group % self._count
+
+    def name_of(self, origin: Origin) -> Name:
+        """The name that its environment has for a conversation."""
+        return origin.group // self._count, origin.repeat
+
+    def take(self, index: int) -> list[Name]:
+        """What an environment is to be told was delivered; once."""
+        found, self.of[index] = self.of[index], []
+        return [self.name_of(origin) for origin in found]
 
 
 def opening_of(td: TensorDictBase) -> Opening:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -200,9 +200,7 @@ class ConversationRows:
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`InProgress.check_state`."""
 
-    def load(
-        self, state_dict: Mapping[str, Any], names: Names, done: Sequence[Origin], place: Callable[[], None]
-    ) -> None:
+    def load(self, state_dict: Mapping[str, Any], names: Names, place: Callable[[], None]) -> None:
         """See :meth:`InProgress.load`; trajectory ids are those that were saved."""
         if "env" in state_dict:
             self._outer.load_state_dict(state_dict["env"])

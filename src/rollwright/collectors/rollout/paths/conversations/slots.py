@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor, Names, Saved
 from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, EndedTurn, name_of, own
 from rollwright.data.llm.chain import TokenChain
-from rollwright.data.llm.turns import Origin
 from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Conversations, Opening
 from rollwright.envs.llm.undelivered import Undelivered
@@ -262,7 +261,8 @@ class Dialogs:
         if self._holds:  # nothing of a conversation in progress was taken
             return Mark([], [list(row) for row in self.rows], list(self._undelivered.again), self.batch)
         states, rows, _ = self._left(waits=False)
-        return Mark(states, rows, list(self._undelivered.again), self.batch)
+        begun = [state for state in states if state["number"]]  # the others begin again
+        return Mark(begun, rows, list(self._undelivered.again), self.batch)
 
     def go_back(self, mark: Mark, *, keeps: bool) -> list[Opening]:
         """See :meth:`InProgress.go_back`; turns that were taken since are taken again."""
@@ -314,9 +314,7 @@ class Dialogs:
                 "batch_size of the environment, and the same async_envs."
             )
 
-    def load(
-        self, state_dict: Mapping[str, Any], names: Names, done: Sequence[Origin], place: Callable[[], None]
-    ) -> None:
+    def load(self, state_dict: Mapping[str, Any], names: Names, place: Callable[[], None]) -> None:
         """See :meth:`InProgress.load`."""
         place()
         for row, turns in zip(self.rows, unpacked(state_dict["rows"]), strict=True):
