@@ -48,17 +48,9 @@ def test_what_nobody_got_begins_again_once_and_in_the_order_of_the_data_before_o
     undelivered = Undelivered(conversations)
     first, second, third = begun(undelivered, 3).values()
     undelivered.ended({10: first})
-    undelivered.start_over([third, second, third], holds_ended=True)
+    undelivered.begin_again([third, second, third])
     assert drawn(conversations, undelivered, 3) == ["p1", "p2", "p3"]
     assert list(undelivered.openings) == [10]
-
-
-def test_an_error_begins_what_is_not_held_again(conversations):
-    undelivered = Undelivered(conversations)
-    undelivered.ended(begun(undelivered, 2))
-    undelivered.start_over([undelivered.open(2)], holds_ended=False)
-    assert len(undelivered) == 0
-    assert drawn(conversations, undelivered, 4) == ["p0", "p1", "p2", "p3"]
 
 
 def test_what_was_dropped_on_purpose_counts_as_delivered(conversations):

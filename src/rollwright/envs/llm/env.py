@@ -453,10 +453,6 @@ class ConversationEnv(Pooled, EnvBase):
         """Take the conversations in progress out of their slots, so that they can begin again."""
         return self._slots.interrupted()
 
-    def hand_over(self) -> list[Opening]:
-        """Take out the conversations that nothing was answered in; those that go on end here, on purpose."""
-        return self._slots.hand_over()
-
     def renew(self) -> None:
         """End what is in progress, and begin the next conversations; the next reset shows them."""
         for slot in range(len(self._slots.rows)):

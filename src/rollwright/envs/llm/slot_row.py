@@ -200,17 +200,6 @@ class Slots:
         self.vacant.clear()
         return found
 
-    def hand_over(self) -> list[Opening]:
-        """Take all out: those to begin again and those that nothing was answered in; others in progress are dropped."""
-        touched = {slot for slot, goes_on in enumerate(self.in_progress) if goes_on}
-        gone = [opening for slot, opening in enumerate(self.openings) if slot in touched and opening is not None]
-        self.undelivered.drop(gone)
-        known = {opening.draw.origin for opening in gone}
-        found = [opening for opening in self.interrupted() if opening.draw.origin not in known]
-        found = [*self.undelivered.again, *found]
-        self.undelivered.again.clear()
-        return found
-
     def state(self) -> dict[str, Any]:
         """What all need to go on.
 

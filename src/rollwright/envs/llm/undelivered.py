@@ -33,7 +33,7 @@ class Undelivered:
         >>> conversations = DatasetConversations(DatasetSource(["one", "two"], epochs=1), 1)
         >>> undelivered = Undelivered(conversations)
         >>> undelivered.ended({7: undelivered.open(0)})
-        >>> undelivered.start_over([], holds_ended=False)
+        >>> undelivered.begin_again(undelivered.take([7]))
         >>> undelivered.open(0).messages
         [{'role': 'user', 'content': 'one'}]
         >>> undelivered.open(0).messages
@@ -120,18 +120,6 @@ class Undelivered:
         """What has ended will not be delivered, on purpose."""
         self.drop(self._ended.values())
         self._ended = {}
-
-    def start_over(self, openings: Iterable[Opening], *, holds_ended: bool) -> None:
-        """After an error: what nobody got begins again.
-
-        Args:
-            openings: of conversations in progress, and of those that ended in the current batch.
-            holds_ended: whether those of earlier batches are held, and will be delivered.
-        """
-        lost = [] if holds_ended else list(self._ended.values())
-        self._ended = self._ended if holds_ended else {}
-        self._last = []
-        self.begin_again([*lost, *openings])
 
     def take_back(self) -> None:
         """Nobody got the last batch: what ended in it has not ended."""

@@ -38,13 +38,13 @@ class Saved(NamedTuple):
 
     Attributes:
         state: entries of the state.
-        lost: those that cannot be saved, and why; None: nothing was asked in it yet.
+        lost: those in which something was asked, and which cannot be saved, and why.
         unsaved: what else cannot be saved, for people.
         done: conversations that count as delivered, which the state does not know.
     """
 
     state: dict[str, Any]
-    lost: Sequence[tuple[Opening, str | None]] = ()
+    lost: Sequence[tuple[Opening, str]] = ()
     unsaved: Sequence[str] = ()
     done: Sequence[Origin] = ()
 
@@ -245,7 +245,6 @@ class ConversationCursor(DataCursor):
             f"the conversation of {at.draw.origin.name}: "
             f"{ends if at.draw.origin in self._partly else 'it begins again'}: {reason}"
             for at, reason in saved.lost
-            if reason is not None
         ]
         return self._state(saved, self._partly), [*saved.unsaved, *lines]
 

@@ -277,7 +277,7 @@ class ConversationPoolPath(PoolPath):
             self._receive(index)
         asked = {index: self._asked[index] for index in self._env.busy}
         roots = {**self._roots, **{index: root for index, (root, _) in asked.items()}}
-        lost, again = list[tuple[Opening, str | None]](), set[int]()
+        lost, again = list[tuple[Opening, str]](), set[int]()
         states, done = list[dict[str, Any]](), list[Origin]()
         for index, at in enumerate(self._at):
             state, reason = asked[index][1] if index in asked else self._save(index)
@@ -285,7 +285,7 @@ class ConversationPoolPath(PoolPath):
             done += self._notes.of[index]  # what it was not told yet
             if reason is not None and at is not None:
                 again.add(self._id[index])
-                lost.append((at, reason if self._began(index) else None))
+                lost += [(at, reason)] if self._began(index) else []
         if alone:
             nothing = {"undelivered": packed({}), "again": packed([]), "dropped": 0, "progress": None}
             envs = [packed({"source": state["source"], **nothing}) for state in states]

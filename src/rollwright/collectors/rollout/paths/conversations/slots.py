@@ -241,17 +241,16 @@ class Dialogs:
             raise EnvError(f"{dialog.name}: it could not be saved before its last answer.")
         return dialog.before
 
-    def _left(
-        self, *, waits: bool
-    ) -> tuple[list[dict[str, Any]], list[list[EndedTurn]], list[tuple[Opening, str | None]]]:
+    def _left(self, *, waits: bool) -> tuple[list[dict[str, Any]], list[list[EndedTurn]], list[tuple[Opening, str]]]:
         """Conversations in slots and turns in rows; and what of it cannot be saved, see :attr:`Saved.lost`."""
         states: list[dict[str, Any]] = []
-        lost: list[tuple[Opening, str | None]] = []
+        lost: list[tuple[Opening, str]] = []
         for dialog in self:
             try:
                 states.append(self._saved(dialog, waits=waits))
             except Exception as error:
-                lost.append((dialog.opening, None if dialog.is_untouched else f"{type(error).__name__}: {error}"))
+                if not dialog.is_untouched:
+                    lost.append((dialog.opening, f"{type(error).__name__}: {error}"))
         gone = {opening.draw.origin for opening, _ in lost}
         return states, [[each for each in row if each.opening.draw.origin not in gone] for row in self.rows], lost
 
