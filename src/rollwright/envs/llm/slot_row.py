@@ -152,9 +152,7 @@ class Slots:
         try:
             return SlotRow(opening, self._chain(opening))
         except ValueError as error:
-            at = opening.draw.origin
-            where = f"the conversation of prompt {at.index} (epoch {at.epoch}, repeat {at.repeat}), turn 0"
-            raise ValueError(f"{where}: {error}") from error
+            raise ValueError(f"the conversation of {opening.draw.origin.name}, turn 0: {error}") from error
 
     def shown(self, slot: int) -> SlotRow:
         """The conversation that a row shows: its own, or another one where its slot is vacant."""

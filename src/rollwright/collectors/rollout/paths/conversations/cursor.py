@@ -132,6 +132,10 @@ class ConversationCursor(DataCursor):
         assert self._progress is not None
         return self._progress
 
+    def fresh_id(self) -> int:
+        """The id of a trajectory that begins."""
+        return int(self._ids.take(1)[0])
+
     def follow(self, progress: InProgress) -> None:
         """Another path takes the steps: what is in progress begins again there; what was delivered in part ends."""
         if progress is not self._progress:
@@ -273,7 +277,7 @@ class ConversationCursor(DataCursor):
     def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
         """See :meth:`DataCursor.load_state_dict`."""
         self.forget()
-        names = Names(None if ids_are_free else lambda: int(self._ids.take(1)[0]))
+        names = Names(None if ids_are_free else self.fresh_id)
         done: list[Origin] = unpacked(state_dict["cut"]) if "cut" in state_dict else []
 
         def place() -> None:

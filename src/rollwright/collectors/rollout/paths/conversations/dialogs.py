@@ -198,9 +198,7 @@ _SAVED = ("slot", "opening", "id", "number", "total")
 
 def name_of(opening: Opening, number: int) -> str:
     """The name of a conversation and its turn, for messages."""
-    origin = opening.draw.origin
-    where = f"epoch {origin.epoch}, repeat {origin.repeat}"
-    return f"the conversation of prompt {origin.index} ({where}), turn {number}"
+    return f"the conversation of {opening.draw.origin.name}, turn {number}"
 
 
 def own(ended: EndedTurn) -> EndedTurn:

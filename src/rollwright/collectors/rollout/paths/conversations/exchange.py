@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import cast
 
@@ -34,7 +34,6 @@ class Exchange:
         conversations: of the environment.
         engine: of the policy.
         dialogs: the conversations in its slots.
-        before_asking: called with a conversation before it is asked for an answer.
 
     Attributes:
         hooks: what transforms of the environment do with a complete turn.
@@ -47,10 +46,9 @@ class Exchange:
         dialogs: Dialogs,
         *,
         hooks: list[TurnHook],
-        before_asking: Callable[[Dialog], None],
     ) -> None:
         self._conversations, self._engine, self._dialogs = conversations, engine, dialogs
-        self.hooks, self._before_asking = hooks, before_asking
+        self.hooks = hooks
         self._asked: dict[int, Dialog] = {}  # by key of the request
         self._keys = itertools.count()
         dialogs.asked = self
@@ -115,7 +113,7 @@ class Exchange:
             return
         requests = []
         for dialog in dialogs:
-            self._before_asking(dialog)
+            self._dialogs.keep_before(dialog)
             key = next(self._keys)
             self._asked[key] = dialog
             dialog.asked = True

@@ -183,7 +183,7 @@ class ConversationPoolPath(PoolPath):
     def _fill(self) -> None:
         """Begin conversations in environments that have none."""
         for index in sorted(self._idle()):
-            self._id[index] = int(self._ids.take(1)[0])
+            self._id[index] = self.cursor.fresh_id()
             self._open(index)
 
     def act(self, t: int) -> None:

@@ -41,23 +41,15 @@ class RecordMaker:
 
     def batch(self, times: Times) -> TensorDictBase:
         """The turns of a batch, by time and row; None: the row has none then."""
-        rows = list(zip(*times, strict=True))
+        made = [[None if each is None else self._record(each) for each in turns] for turns in times]
         if self._flat:
-            records = [self._record(each) for row in rows for each in row if each is not None]
+            records = [each for row in zip(*made, strict=True) for each in row if each is not None]
             return cast(TensorDictBase, LazyStackedTensorDict(*records, stack_dim=0, stack_dim_name="time"))
-        return self._stacked([[None if each is None else self._record(each) for each in row] for row in rows])
-
-    def _stacked(self, rows: list[list[TensorDict | None]]) -> TensorDictBase:
-        """``[*env, T]`` of records by row; what was not taken is blank."""
-        times = list(zip(*rows, strict=True))
-        if any(made is None for made in itertools.chain(*times)):
-            blank = empty_record(next(made for made in itertools.chain(*times) if made is not None))
-            blank.set(TRAJ_IDS, torch.tensor(-1, device="cpu"))
-            times = [tuple(blank if made is None else made for made in each) for each in times]
-        steps = [self._nested(list(each)) for each in times]
-        return cast(
-            TensorDictBase, LazyStackedTensorDict(*steps, stack_dim=len(self._batch_size), stack_dim_name="time")
-        )
+        blank = empty_record(next(each for each in itertools.chain(*made) if each is not None))
+        blank.set(TRAJ_IDS, torch.tensor(-1, device="cpu"))
+        steps = [self._nested([blank if each is None else each for each in turns]) for turns in made]
+        stacked: Any = LazyStackedTensorDict(*steps, stack_dim=len(self._batch_size), stack_dim_name="time")
+        return cast(TensorDictBase, stacked)
 
     def _nested(self, rows: list[Any]) -> Any:
         """Records of one time as ``[*env]``."""

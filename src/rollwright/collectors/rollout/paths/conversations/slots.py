@@ -61,7 +61,6 @@ class Dialogs:
         streams: there is one row, of turns in the order in which they end; False: a row for each slot.
         whole: conversations are delivered whole: with ``streams``, turns wait in theirs until it has ended.
         cursor: keeps account of them.
-        fresh_id: hands out trajectory ids.
 
     Attributes:
         slots: the conversations; None: there is none.
@@ -81,10 +80,9 @@ class Dialogs:
         streams: bool,
         whole: bool,
         cursor: ConversationCursor,
-        fresh_id: Callable[[], int],
     ) -> None:
         count = conversations.num_slots
-        self._conversations, self._chain, self._fresh_id = conversations, chain, fresh_id
+        self._conversations, self._chain = conversations, chain
         self._streams, self._holds, self._cursor = streams, streams and whole, cursor
         self.slots: list[Dialog | None] = [None] * count
         self.rows: list[deque[EndedTurn]] = [deque() for _ in range(1 if streams else count)]
@@ -142,7 +140,7 @@ class Dialogs:
         for slot in sorted(self._vacant):
             self.open(slot)
             if (dialog := self.slots[slot]) is not None:
-                dialog.id = self._fresh_id()
+                dialog.id = self._cursor.fresh_id()
 
     def renew(self, slots: Iterable[int]) -> None:
         """End what is in progress, on purpose, and begin other conversations; where nothing was asked yet, it stays."""
@@ -221,11 +219,12 @@ class Dialogs:
         else:
             self.renew(range(len(self.slots)))
 
-    def before_answer(self, dialog: Dialog) -> dict[str, Any] | None:
-        """A conversation before an answer is asked for; None: it begins again, or it cannot be saved."""
-        with suppress(Exception):  # the environment may fail in any way
-            return dialog.state_dict(self._conversations.state(dialog.slot)) if dialog.number else None
-        return None
+    def keep_before(self, dialog: Dialog) -> None:
+        """Keep a conversation as it is before an answer, where its turn may not be complete when the batch is."""
+        dialog.before = None
+        if dialog.number and not self._holds and (self._streams or self.row_of(dialog)):
+            with suppress(Exception):  # the environment may fail in any way
+                dialog.before = dialog.state_dict(self._conversations.state(dialog.slot))
 
     def _saved(self, dialog: Dialog, *, waits: bool) -> dict[str, Any]:
         """A conversation between an outcome and an answer; at its end, or, without ``waits``, before its last answer.

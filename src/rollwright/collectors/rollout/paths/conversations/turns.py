@@ -11,7 +11,6 @@ from tensordict import TensorDictBase
 
 from rollwright.collectors.core import Path
 from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor
-from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog
 from rollwright.collectors.rollout.paths.conversations.exchange import Exchange
 from rollwright.collectors.rollout.paths.conversations.records import RecordMaker
 from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
@@ -62,9 +61,8 @@ class TurnPath(Path):
     ) -> None:
         self.how = dict(how)
         self._conversations, self._find_hooks, self._streams = conversations, hooks, streams
-        self._ids, self._storing = parts.ids, parts.devices.storing
+        self._storing = parts.devices.storing
         whole = parts.options.delivers_whole
-        self._holds = streams and whole  # nothing of a conversation in progress was taken
         self._resets = parts.options.reset_at_each_iter
         chain = TokenChain(
             engine.tokenizer,
@@ -74,10 +72,8 @@ class TurnPath(Path):
         ).new
         assert parts.cursor is not None
         self.cursor = parts.cursor
-        self._dialogs = Dialogs(
-            conversations, chain, streams=streams, whole=whole, cursor=self.cursor, fresh_id=self._fresh_id
-        )
-        self._exchange = Exchange(conversations, engine, self._dialogs, hooks=hooks(), before_asking=self._keep_before)
+        self._dialogs = Dialogs(conversations, chain, streams=streams, whole=whole, cursor=self.cursor)
+        self._exchange = Exchange(conversations, engine, self._dialogs, hooks=hooks())
         flat = parts.options.flatten_data and not whole  # else the delivery needs the rows
         self._records = RecordMaker(layout, parts.env.batch_size, flat=flat, streams=streams)
         self._ended: list[tuple[float, int]] = []
@@ -86,11 +82,6 @@ class TurnPath(Path):
     def check(self) -> None:
         """See :meth:`Path.check`: transforms may have been added."""
         self._exchange.hooks = self._find_hooks()
-
-    def _keep_before(self, dialog: Dialog) -> None:
-        """Keep what is needed of a conversation whose turn may not be complete when the batch is."""
-        ahead = self._streams or self._dialogs.row_of(dialog)
-        dialog.before = self._dialogs.before_answer(dialog) if ahead and not self._holds else None
 
     # The conversations --------------------------------------------------------------------------
 
@@ -137,10 +128,7 @@ class TurnPath(Path):
         """See :meth:`Path.replace_ids`."""
         for slot in ended.reshape(-1).nonzero().reshape(-1).tolist():
             if (dialog := self._dialogs.slots[slot]) is not None:
-                dialog.id = self._fresh_id()
-
-    def _fresh_id(self) -> int:
-        return int(self._ids.take(1)[0])
+                dialog.id = self.cursor.fresh_id()
 
     def end_waits(self, in_s: float) -> None:
         """Wait no longer than ``in_s`` seconds from now on for answers, tools and rewards; called by any thread.
