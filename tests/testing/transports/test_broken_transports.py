@@ -53,9 +53,9 @@ FOUND = {  # what the message names, where a check looks for several things
     broken.DoesNotHear: r"expected a KeyboardInterrupt within 0\.6 s",
     broken.LeavesProcesses: "process ",
     broken.LeavesThreads: "thread left",
-    broken.LeavesDescriptors: "descriptors: {'pipe': 12}",
+    broken.LeavesDescriptors: "descriptors: {'pipe': 8}",
     broken.LeavesMemory: "/dev/shm/psm_",
-    broken.LeavesMappings: "6 shared mappings",
+    broken.LeavesMappings: "4 shared mappings",
 }
 
 
@@ -79,7 +79,7 @@ def breaking(monkeypatch):
 def test_a_broken_transport_fails(breaking, name, fault):
     breaking(fault)
     limit_s = patient(1.5 if fault in HANGS else 60.0)
-    limits = {"limit_s": limit_s, "interrupt_s": 0.6, "failure_s": patient(5.0), "gone_s": 0.5}
+    limits = {"limit_s": limit_s, "interrupt_s": 0.6, "failure_s": patient(5.0), "gone_s": 0.5, "num_workers": 2}
     with pytest.raises(AssertionError, match=FOUND.get(fault, ".")) as caught:
         check_transport("broken", only=[name], **limits)
     assert f"in the check {name!r} of backend 'broken'" in caught.value.__notes__

@@ -22,6 +22,7 @@ class Patient(TransportConformance):
 
 class TestProcesses(Patient):
     backend = "process"
+    num_workers = 2
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Backend "tcp": groups of workers that share nothing with the collector behave as local workers do."""
+"""Backend "tcp": groups of workers that share nothing with the collector behave as local workers do.
+
+What it has in common with all transports is tested in ``tests/testing/transports``.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,16 @@ from tests.collectors.workers.envs import (
     IDS,
     INSTANCE,
     STEP,
-    VERSION,
     Trouble,
     gain,
     makers,
     many,
     one_bad,
     pixels,
-    tallies,
     tally,
 )
 from tests.collectors.workers.processes import alive, descendants, gone, heard, num_fds, open_files, wait_until
 from tests.patience import patient
-from tests.variants import in_turn
 
 from rollwright import Collector
 from rollwright._processes.network.addresses import SECRET
@@ -68,55 +68,7 @@ def pids(collector):
     return [worker["pid"] for worker in collector.stats()["workers"]]
 
 
-# The same as local workers -----------------------------------------------------------------------------------------
-
-
-SHAPES = {
-    "stack": {},
-    "first": {"cat_results": 0},
-    "time": {"cat_results": -1},
-    "batched": {"make": tallies},
-    "batched, first": {"make": tallies, "cat_results": 0},
-    "postproc": {"postproc": lambda batch: batch.exclude("instance")},
-}
-
-
-@pytest.mark.parametrize(("shape", "per"), in_turn(SHAPES, [1, 2]))
-def test_synchronous_batches_are_those_of_local_workers(make, remote, shape, per):
-    options = dict(SHAPES[shape])
-    env = makers(make=options.pop("make", tally))
-    found = []
-    for build in (make, partial(remote, per=per)):
-        torch.manual_seed(3)
-        collector = build("sync", env, gain(), frames_per_batch=60, total_frames=240, **options)
-        collector.set_seed(5)
-        found.append([batch.clone() for batch in collector])
-        collector.shutdown()
-    assert len(found[0]) == len(found[1]) == 4
-    for local, remote_one in zip(*found, strict=True):
-        assert local.batch_size == remote_one.batch_size
-        for key in local.keys(True, True):
-            left, right = local[key], remote_one[key]
-            if key in ("observation", ("next", "observation")):  # whose instance is a number of a process
-                left, right = ([each[..., i] for i in (IDENT, EPISODE, STEP)] for each in (left, right))
-                left, right = torch.stack(left), torch.stack(right)
-            assert torch.equal(left, right), key
-
-
-@pytest.mark.parametrize("per", [1, 3])
-def test_asynchronous_batches_are_whole_and_their_counts_exact(remote, per):
-    collector = remote("async", makers(3), gain(), per=per, frames_per_batch=20, total_frames=300)
-    seen = {}
-    for batch in collector:
-        observed, ids = batch["observation"], batch[IDS]
-        assert observed[:, IDENT].unique().numel() == 1
-        for row in range(len(batch)):
-            key = (int(observed[row, IDENT]), int(observed[row, EPISODE]), int(observed[row, STEP]))
-            assert key not in seen
-            seen[key] = int(ids[row])
-    assert len(seen) == 300
-    owners = {(number, key[:2]) for key, number in seen.items()}
-    assert len(owners) == len({number for number, _ in owners})
+# Batches -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("per", [1, 3])
@@ -133,14 +85,14 @@ def test_a_group_and_its_collector_exchange_one_message_for_each_batch(remote, m
         read(line, place, received)
         seen.extend([line] * (line.num_messages - before))
 
-    collector = remote("sync", makers(3), gain(), per=per, frames_per_batch=30, total_frames=3000)
+    collector = remote("sync", makers(3), gain(), per=per, frames_per_batch=30, total_frames=900)
     batches = iter(collector)
     next(batches)
     monkeypatch.setattr(FrameLine, "_post", counted_post)
     monkeypatch.setattr(FrameLine, "read", counted_read)
     count = sum(1 for _ in batches)
     groups = -(-3 // per)
-    assert count == 99
+    assert count == 29
     assert groups * count <= len(sent) <= groups * count + 2
     # the other way there are signs of life besides, and what a busy machine has let wait for too long
     assert groups * count <= len(seen) <= 1.5 * groups * count
@@ -220,34 +172,7 @@ def test_what_another_thread_brings_while_nothing_was_found_is_noticed(remote, m
     collector.shutdown()
 
 
-def test_frames_of_pixels_arrive_untorn(remote):
-    collector = remote("async", [pixels] * 2, None, frames_per_batch=100, total_frames=1000)
-    for batch in collector:
-        images = batch["observation"]
-        assert bool((images.flatten(1) == images.flatten(1)[:, :1]).all())
-
-
 # Weights, calls, state ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("per", [1, 2])
-def test_each_synchronous_batch_acts_with_what_was_published_before(remote, per):
-    collector = remote("sync", makers(2), gain(0.0), per=per, frames_per_batch=20, track_policy_version=True)
-    for version in range(6):
-        batch = collector.next()
-        assert batch[VERSION].unique().tolist() == [version]
-        assert batch["action"].unique().numel() == 1
-        assert torch.equal(batch["action"], torch.full_like(batch["action"], float(batch["action"].flatten()[0])))
-        collector.update_policy_weights_(gain(version + 1.0))
-
-
-def test_weights_of_one_worker_are_its_own(remote):
-    collector = remote("sync", makers(3), gain(1.0), per=2, frames_per_batch=30)
-    collector.next()
-    collector.update_policy_weights_(gain(5.0), worker_ids=[1])
-    before = collector.next()["action"]
-    assert not torch.equal(before[1], before[0])
-    assert torch.equal(before[0], before[2])
 
 
 def test_weights_of_several_workers_arrive_together_whole(remote):
@@ -295,24 +220,6 @@ def test_calls_reach_the_workers_and_their_errors_come_back(remote):
     with collector.pause():
         assert collector.get_distant_attr("env.batch_size") == [torch.Size([])] * 2
     assert collector.next().shape == (2, 10)
-
-
-def test_a_saved_state_goes_on_where_it_was(make, remote):
-    def batches(collector, count):
-        return [collector.next().clone() for _ in range(count)]
-
-    options = {"frames_per_batch": 40}
-    whole = remote("sync", makers(2), gain(), **options)
-    whole.set_seed(1)
-    batches(whole, 2)
-    state = whole.state_dict()
-    expected = batches(whole, 2)
-    for build in (make, remote):
-        other = build("sync", makers(2), gain(), **options)
-        other.load_state_dict(state)
-        for left, right in zip(batches(other, 2), expected, strict=True):
-            assert torch.equal(left[IDS], right[IDS]) or left[IDS].min() >= 0
-            assert left["observation"].shape == right["observation"].shape
 
 
 def test_hooks_are_called_where_workers_are(remote):
