@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -252,6 +254,21 @@ def test_closing_ends_what_is_on_its_way_at_once(carriers):
     assert time.monotonic() - began < patient(1.0)
 
 
+@pytest.fixture
+def started():
+    """``subprocess.Popen``, which ends with the test."""
+    processes = []
+
+    def start(*args, **options):
+        processes.append(subprocess.Popen(*args, **options))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
 CHILD = """
 import os, sys, time
 from functools import partial
@@ -271,10 +288,16 @@ time.sleep(100)
 
 
 @pytest.mark.parametrize("how", ["kill", "end"])
-def test_a_process_that_ends_is_an_error_soon_and_ends_quietly(carriers, programs, how):
+def test_a_process_that_ends_is_an_error_soon_and_ends_quietly(carriers, started, how):
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     mine = PairCarrier(partial(gloo, store, "pair", 0), 0)
-    child = programs.start("-c", CHILD, store.port, how)
+    child = started(
+        [sys.executable, "-c", CHILD, str(store.port), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."])},
+    )
     assert child.stdout.readline() == "there\n"
     wait_until(lambda: mine.is_connected)
     mine.receive([memoryview(bytearray(100))])
