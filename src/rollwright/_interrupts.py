@@ -49,7 +49,8 @@ class Uninterrupted:
         self._depth -= 1
         if not self._depth:
             _plain.signal(_SIGINT, self._handler)
-            self.deliver()
+            if self._held is not None:
+                self.deliver()
 
     def deliver(self) -> None:
         """Handle what was held off, where stopping is safe: between two tries of a wait."""

@@ -85,7 +85,7 @@ def place(nested: dict[str, Any], key: NestedKey, value: Any) -> None:
     >>> nested
     {'a': {'b': 1}}
     """
-    *path, name = as_tuple(key)
+    *path, name = (key,) if isinstance(key, str) else key
     for part in path:
         nested = nested.setdefault(part, {})
     nested[name] = value

@@ -1,12 +1,18 @@
-"""Calls of our own, counted: to make a CartPole collector. ``rollout/test_counts.py`` counts those of a step."""
+"""Calls of our own, counted: to make a CartPole collector, and of the learner for a batch of two workers; classes.
+
+``rollout/test_counts.py`` counts those of a step.
+"""
 
 from __future__ import annotations
+
+import statistics
 
 import pytest
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from tests.calls import Calls
 from torch import distributions, nn
 
+from rollwright.collectors import MultiAsyncCollector, MultiSyncCollector
 from rollwright.data import Composite, Unbounded
 from rollwright.envs import GymEnv
 
@@ -35,6 +41,29 @@ def test_calls_to_make_an_environment_and_a_collector(make, policy, most):
         with Calls() as calls:
             make(GymEnv("CartPole-v1"), acting, frames_per_batch=200)
     assert calls.ours <= most
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_classes_and_files_that_a_batch_goes_through(make, policy):
+    collector = make(GymEnv("CartPole-v1"), POLICIES[policy](), frames_per_batch=200)
+    collector.next()
+    with Calls() as calls:
+        collector.next()
+    assert len(calls.classes) <= 30
+    assert len(calls.files) <= 35
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_calls_of_the_learner_for_a_batch_of_two_workers(make, kind, policy):
+    """The median of 15 batches: messages may come together, and workers are looked after five times a second."""
+    collector = make(GymEnv("CartPole-v1"), POLICIES[policy](), cls=kind, num_workers=2, frames_per_batch=20)
+    counts = []
+    for _ in range(19):
+        with Calls() as calls:
+            collector.next()
+        counts.append(calls.ours)
+    assert statistics.median(counts[4:]) <= 250
 
 
 def test_the_counting_of_calls():

@@ -148,7 +148,7 @@ def test_who_is_gone_owes_nothing_and_is_named_with_the_reason() -> None:
     assert question.answers == {0: 0}
     assert question.losses == {1: (ExitReason("has left"), "note 1")}
     assert seen == [(1, ExitReason("has left"))]
-    assert pool[1] is None
+    assert pool.by_place[1] is None
     assert settle(pool, ask(pool, 1)).losses == {1: (ExitReason("has left"), "note 1")}  # asked later
     assert seen == [(1, ExitReason("has left"))]
 
@@ -306,7 +306,7 @@ def test_nothing_is_left_behind_by_a_program_that_ends_without_a_word(programs: 
         "from rollwright._processes.pool import Pool\n"
         "pool = Pool(1, lambda place, message: None)\n"
         "pool.add(0, Child(echo, name='parrot'))\n"
-        "print(pool[0].pid, flush=True)\n"
+        "print(pool.by_place[0].pid, flush=True)\n"
     )
     made = programs.run("-c", code, timeout=patient(60.0))
     assert made.stderr == ""

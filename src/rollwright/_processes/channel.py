@@ -13,6 +13,7 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from rollwright._interrupts import uninterrupted
+from rollwright._processes.connection import NOTHING
 from rollwright._processes.forks import on_fork
 from rollwright._processes.pickling import dumps
 
@@ -70,6 +71,9 @@ class Channel:
     :meth:`flush`. Several threads may send. Pickling an end hands it on to a process that is being started. Tensors
     travel by value.
 
+    Attributes:
+        has_received: whether a message was taken.
+
     Example:
         >>> mine, theirs = Channel.pair()
         >>> mine.send(("hello", 1))
@@ -88,7 +92,7 @@ class Channel:
         end.setblocking(False)
         self._wait = select.poll()
         self._wait.register(end.fileno(), select.POLLIN)
-        self._held = bytearray()
+        self._held, self.has_received = bytearray(), False
         self.reset_after_fork()
         on_fork(self)
 
@@ -185,55 +189,62 @@ class Channel:
             TimeoutError: none came in time; the message names what was waited for.
             ChannelClosed: the other end is gone.
         """
-        body = self._next(timeout_s)
-        if body is None:
+        message = self.take(timeout_s)
+        if message is NOTHING:
             raise TimeoutError(f"waited {timeout_s:g} s for {waiting_for}")
+        return message
+
+    def take(self, timeout_s: float = 0.0) -> Any:
+        """The next message, or ``NOTHING`` if none came in time.
+
+        Raises:
+            ChannelClosed: the other end is gone.
+        """
+        end = self._fill(timeout_s)
+        if not end:
+            return NOTHING
+        body = self._held[_HEADER:end]
+        del self._held[:end]
+        self.has_received = True
         return pickle.loads(body)
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Wait until :meth:`recv` would return, or raise ``ChannelClosed``, at once; whether it would."""
         try:
-            return self._fill(timeout_s)
+            return self._fill(timeout_s) > 0
         except ChannelClosed:
             return True
 
     @property
     def partial(self) -> bool:
         """Whether the beginning of a message was read, and the rest was not there yet."""
-        return len(self._held) > 0 and (len(self._held) < _HEADER or len(self._held) < _HEADER + self._size())
+        return 0 < len(self._held) < self._end()
 
-    def _next(self, timeout_s: float) -> bytearray | None:
-        if not self._fill(timeout_s):
-            return None
-        end = _HEADER + self._size()
-        body = self._held[_HEADER:end]
-        del self._held[:end]
-        return body
+    def _end(self) -> int:
+        """Where the first message ends in what is held, as far as that is known."""
+        size = int.from_bytes(self._held[:_HEADER], "little") if len(self._held) >= _HEADER else 0
+        return _HEADER + size
 
-    def _size(self) -> int:
-        return int.from_bytes(self._held[:_HEADER], "little")
-
-    def _fill(self, timeout_s: float) -> bool:
-        """Read until a whole message is held; False if the time is over before."""
+    def _fill(self, timeout_s: float) -> int:
+        """Read until a whole message is held, and return its end; 0 if the time is over before."""
         until = time.monotonic() + timeout_s
-        while len(self._held) < _HEADER or len(self._held) < _HEADER + self._size():
+        while len(self._held) < (end := self._end()):
             try:
-                missing = _HEADER + self._size() - len(self._held) if len(self._held) >= _HEADER else 0
                 with uninterrupted:
-                    got = self._socket.recv(max(missing, _CHUNK))
+                    got = self._socket.recv(max(end - len(self._held), _CHUNK))
                     self._held += got
             except (BlockingIOError, InterruptedError):
                 rest = until - time.monotonic()
                 if rest <= 0 and timeout_s > 0:
-                    return False
+                    return 0
                 if not self._wait.poll(max(0.0, rest) * 1e3):
-                    return False
+                    return 0
                 continue
             except OSError as error:
                 raise ChannelClosed("the other end is gone") from error
             if not got:
                 raise ChannelClosed("the other end is gone")
-        return True
+        return end
 
 
 def _writable(end: socket.socket, timeout_s: float) -> bool:

@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
-from rollwright._processes.connection import NOTHING, end_all
+from rollwright._processes.connection import end_all
 from rollwright._processes.exits import ExitStage, call_at_exit
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.file_limit import raise_file_limit
@@ -49,6 +49,7 @@ class Child:
 
     Attributes:
         channel: to it.
+        host: None: this machine.
 
     Example:
         >>> from rollwright._processes.child import echo
@@ -60,6 +61,8 @@ class Child:
         >>> child.end(10.0), child.how_it_ended()
         ('ended', 'exited with status 0')
     """
+
+    host: str | None = None
 
     def __init__(
         self,
@@ -74,8 +77,9 @@ class Child:
         self.name = name
         self._home: int | None = None  # in a forked process: the one that this child is of
         self.channel, theirs = Channel.pair()
+        self.post, self.flush, self.take = self.channel.post, self.channel.flush, self.channel.take
         payload = args if start_method == "fork" else ByValue(args)
-        self._imports_main, self._has_sent = start_method == "spawn", False
+        self._imports_main = start_method == "spawn"
         self._process = new_process(start_method, _main, (theirs, serve, payload, num_threads), name)
         call_at_exit(_end_all, ExitStage.PROCESSES)
         _orphans[:] = [process for process in _orphans if process.is_alive()]
@@ -102,10 +106,6 @@ class Child:
         """A file descriptor that is ready to be read when the process has ended."""
         return int(self._process.sentinel)
 
-    @property
-    def host(self) -> None:
-        """This machine."""
-
     def clock(self) -> float:
         """Of this machine, in seconds."""
         return time.monotonic()
@@ -116,26 +116,10 @@ class Child:
         """The channel, and the sentinel."""
         return self.channel.fileno(), self.sentinel
 
-    def post(self, message: Any) -> None:
-        """Send a message without waiting, see :meth:`Channel.post`."""
-        self.channel.post(message)
-
     @property
     def behind(self) -> bool:
         """Whether something was posted that there was no room for."""
         return self.channel.behind
-
-    def flush(self) -> None:
-        """Send what there was no room for, as far as there is now."""
-        self.channel.flush()
-
-    def take(self) -> Any:
-        """The next message that has arrived, or ``NOTHING``."""
-        if not self.channel.poll():
-            return NOTHING
-        message = self.channel.recv(0.0)
-        self._has_sent = True
-        return message
 
     def close(self) -> None:
         """Close the channel, which asks the process to end; forget it if it has ended."""
@@ -180,7 +164,7 @@ class Child:
         status = self._process.exitcode
         if status is None:
             return "is alive"
-        if status and self._imports_main and not self._has_sent:
+        if status and self._imports_main and not self.channel.has_received:
             return (
                 f"exited with status {status} (its error is printed above; with start_method='spawn' it imports the "
                 'program\'s main module: write what starts processes below `if __name__ == "__main__":`)'

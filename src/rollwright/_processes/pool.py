@@ -60,6 +60,7 @@ class Pool:
         only_answers: processes send nothing but answers, one to each question.
 
     Attributes:
+        by_place: the connections; None: it was lost, or there never was one.
         questions: that processes were asked.
         num_messages: sent and received so far.
     """
@@ -75,7 +76,7 @@ class Pool:
     ) -> None:
         self._received, self._lost, self._flushed = received, lost, flushed
         self._only_answers = only_answers
-        self._connections: list[Connection | None] = [None] * num_places
+        self.by_place: list[Connection | None] = [None] * num_places
         self._losses = [ExitReason("has ended")] * num_places
         self._failures: dict[int, ExceptionInfo | None] | None = None  # at the end: of those that have closed
         self._poll = select.poll()
@@ -87,7 +88,7 @@ class Pool:
 
     def add(self, place: int, connection: Connection) -> None:
         """Let a connection be the one of a place."""
-        self._connections[place] = connection
+        self.by_place[place] = connection
         for index, fd in enumerate(connection.filenos()):
             self._poll.register(fd, select.POLLIN)
             self._watched[fd] = _Watched(place, index > 0)
@@ -110,14 +111,10 @@ class Pool:
         for push in self._pushes:
             push()
 
-    def __getitem__(self, place: int) -> Connection | None:
-        """The connection of a place; None: it was lost, or there never was one."""
-        return self._connections[place]
-
     @property
     def connections(self) -> dict[int, Connection]:
         """Those that were not lost, by place."""
-        return {place: connection for place, connection in enumerate(self._connections) if connection is not None}
+        return {place: connection for place, connection in enumerate(self.by_place) if connection is not None}
 
     # Messages ---------------------------------------------------------------------------------
 
@@ -126,7 +123,7 @@ class Pool:
 
         If the process is gone, what it was asked is settled, now or in :meth:`run_once`.
         """
-        connection = self._connections[place]
+        connection = self.by_place[place]
         if connection is None:
             self.questions.lose(place, self._losses[place])
             return
@@ -140,7 +137,7 @@ class Pool:
     def select(self, timeout_s: float) -> Ready:
         """Wait until something is ready, or the time is over, for :meth:`dispatch`."""
         self.push()
-        for connection in self._connections:
+        for connection in self.by_place:
             if connection is not None and connection.behind and (fd := connection.filenos()[0]) in self._watched:
                 self._poll.register(fd, select.POLLIN | select.POLLOUT)
         return self._poll.poll(max(0.0, timeout_s) * 1e3)
@@ -152,7 +149,7 @@ class Pool:
                 if fd in self._others:
                     self._others[fd]()
                 watched = self._watched.get(fd)
-                connection = None if watched is None else self._connections[watched.place]
+                connection = None if watched is None else self.by_place[watched.place]
                 if watched is None or connection is None:
                     continue  # it was lost a moment ago
                 if events & select.POLLOUT:
@@ -171,14 +168,14 @@ class Pool:
 
     def read(self, place: int) -> None:
         """Take in what has arrived from one process."""
-        connection = self._connections[place]
+        connection = self.by_place[place]
         if connection is not None:
             with uninterrupted:
                 self._take_in(place, connection, ended=False)
 
     def _take_in(self, place: int, connection: Connection, *, ended: bool) -> None:
         try:
-            while self._connections[place] is connection:  # a handler may have dropped it
+            while self.by_place[place] is connection:  # a handler may have dropped it
                 message = connection.take()
                 if message is NOTHING:
                     break
@@ -193,7 +190,7 @@ class Pool:
                         return  # there is nothing more to come
         except ChannelClosed:
             ended = True
-        if ended and self._connections[place] is connection:
+        if ended and self.by_place[place] is connection:
             self._lose(place, None)
 
     def flush(self, timeout_s: float) -> None:
@@ -205,7 +202,7 @@ class Pool:
             self.drop(place, "did not read what it was sent")
 
     def _behind(self) -> list[int]:
-        return [place for place, connection in enumerate(self._connections) if connection and connection.behind]
+        return [place for place, connection in enumerate(self.by_place) if connection and connection.behind]
 
     # Losses -----------------------------------------------------------------------------------
 
@@ -239,7 +236,7 @@ class Pool:
 
     def _forget(self, place: int) -> Connection | None:
         self._unwatch(place)
-        connection, self._connections[place] = self._connections[place], None
+        connection, self.by_place[place] = self.by_place[place], None
         return connection
 
     def _unwatch(self, place: int) -> None:

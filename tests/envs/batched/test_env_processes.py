@@ -42,7 +42,7 @@ class Growing(EnvBase):
 def test_answer_waits_until_it_is_read() -> None:
     pool: Any = AsyncEnvPool([Growing], backend="multiprocessing", stack="lazy")
     pool.async_step_send(pool.rand_action(pool.reset()))
-    ended = pool._slots._processes._pool[0].sentinel
+    ended = pool._slots._processes._pool.by_place[0].sentinel
     assert wait([ended], timeout=0.5) == []
     assert pool.async_step_recv()["next", "x"].sum() == 500_000
     pool.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rollwright._interrupts import uninterrupted
@@ -48,6 +48,7 @@ class WorkerGroup:
     Attributes:
         workers: in order of their indices.
         listener: takes in what they collect.
+        lock: see :class:`SharedPool`.
         forced: what was done to workers that did not end by themselves.
         num_pauses: how many callers are :meth:`pausing`.
     """
@@ -63,7 +64,7 @@ class WorkerGroup:
         prepare: Callable[[WorkerSpec], WorkerSpec] | None = None,
     ) -> None:
         self._pool = Pool(len(specs), self._received, lost=self._lost, flushed=self._flushed)
-        self._shared = SharedPool(self._pool, self._tend, restarts.next_in)
+        self.lock = self._shared = SharedPool(self._pool, self._tend, restarts.next_in)
         self.workers = [Member(spec, self._pool) for spec in specs]
         self.listener: Listener | None = None
         self._transport, self._forget, self._prepare = transport, forget, prepare
@@ -109,11 +110,6 @@ class WorkerGroup:
         worker.started(self._transport.connect(worker.spec))
 
     # Waiting ----------------------------------------------------------------------------------
-
-    @property
-    def lock(self) -> AbstractContextManager[None]:
-        """See :class:`SharedPool`."""
-        return self._shared.lock
 
     def wait(
         self,

@@ -72,7 +72,7 @@ class Member:
     @property
     def connection(self) -> Connection | None:
         """To its process; None: it is gone."""
-        return self._pool[self.index]
+        return self._pool.by_place[self.index]
 
     def started(self, connection: Connection) -> None:
         """Another process takes this place."""

@@ -22,9 +22,12 @@ _NAP_S = 0.2
 class SharedPool:
     """Waits for conditions that change with what a pool takes in.
 
+    It is a lock, held by whoever reads, or changes what is known of the processes: Ctrl-C waits for the end of the
+    ``with`` block, and what was sent meanwhile is pushed there.
+
     Args:
         pool: it is read with the lock held, which is free while nothing has arrived.
-        tend: called after each turn, with the lock held.
+        tend: called with the lock held, after each turn in which nothing has arrived, and five times a second.
         next_in: seconds until it has something to do, whatever arrives.
 
     Attributes:
@@ -46,6 +49,7 @@ class SharedPool:
     def _begin(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self._reading = False
+        self._tended_at = 0.0
         self._depth = 0  # of with blocks, one in another
 
     def reset_after_fork(self) -> None:
@@ -59,22 +63,24 @@ class SharedPool:
         if self._home is not None:
             raise not_here("the collector", self._home)
 
-    @property
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Held by whoever reads, or changes what is known of the processes; Ctrl-C waits for its end.
+    def __enter__(self) -> None:
+        if self._home is not None:
+            self.check_home()
+        uninterrupted.__enter__()
+        self.changed.acquire()
+        self._depth += 1
 
-        What was sent meanwhile is pushed at its end.
-        """
-        self.check_home()
-        with uninterrupted, self.changed:
-            self._depth += 1
-            try:
-                yield
-            finally:
+    def __exit__(self, *error: object) -> None:
+        held = self._depth > 0  # not in a process that was forked meanwhile
+        try:
+            if held:
                 self._depth -= 1
                 if not self._depth:
                     self._pool.push()
+        finally:
+            if held:
+                self.changed.release()
+            uninterrupted.__exit__()
 
     def wait(
         self,
@@ -102,7 +108,7 @@ class SharedPool:
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            with self.lock:
+            with self:
                 if until():
                     return True
                 if abandon is not None and abandon():
@@ -113,6 +119,7 @@ class SharedPool:
                 if left <= 0:
                     raise TimeoutError(f"waited {timeout_s:g} s for {what()}")
                 if self._reading:
+                    self._pool.push()
                     with self._others_turn():
                         self.changed.wait(left)
                 else:
@@ -121,7 +128,7 @@ class SharedPool:
 
     def look(self) -> None:
         """Take in what has arrived, without waiting."""
-        with self.lock:
+        with self:
             if not self._reading and not self.closed:
                 self._read(0.0)
 
@@ -138,13 +145,15 @@ class SharedPool:
                 self._reading = False
                 self.changed.notify_all()
         self._pool.dispatch(ready)
-        self._tend()
+        now = time.monotonic()
+        if not ready or now - self._tended_at >= _NAP_S:
+            self._tended_at = now
+            self._tend()
         self.changed.notify_all()
 
     @contextmanager
     def _others_turn(self) -> Iterator[None]:
         """The lock is let go of inside the ``with`` block, and taken again."""
-        self._pool.push()
         depth, self._depth = self._depth, 0
         try:
             yield
@@ -164,7 +173,8 @@ class SharedPool:
         """Let nobody wait or read any more; the caller has the pool alone, without the lock."""
         self.closed = True
         self.wake()
-        with self.lock:
+        with self:
+            self._pool.push()
             with self._others_turn():
                 self.changed.wait_for(lambda: not self._reading, _NAP_S)
             self._reading = True

@@ -47,14 +47,15 @@ class Watchdog:
 
     def failure(self, worker: Member) -> WorkerError | None:
         """Why a worker has failed, if it is stuck; to be asked now and then."""
-        if worker.connection is None:
+        connection = worker.connection
+        if connection is None:
             return None
-        state, pulse = worker.counters.state, worker.counters.pulse
-        starts = worker.ready is None
+        state, starts = worker.counters.state, worker.ready is None
         limit = self.start_timeout_s if starts else self._limit(state)
-        if self.heartbeats.is_silent(worker.index, None if starts else pulse, limit, worker.remote_clock()):
+        pulse = None if starts else worker.counters.pulse
+        if self.heartbeats.is_silent(worker.index, pulse, limit, worker.remote_clock()):
             return worker.failed(self._why(worker, state, limit or 0.0))
-        if worker.connection.stopped_s() > self._silence_s:
+        if connection.stopped_s() > self._silence_s:
             return worker.failed(f"was stopped by a signal, and did not go on for {self._silence_s:g} s")
         return None
 

@@ -139,7 +139,7 @@ class RemoteGroup:
             case frames.Publish():
                 self._publish(frame)
             case frames.End(serial, how) if serial in self._workers:
-                connection = self._pool[self._workers[serial]]
+                connection = self._pool.by_place[self._workers[serial]]
                 if connection is not None:
                     connection.kill() if how == "kill" else connection.terminate()
 

@@ -42,8 +42,7 @@ class Gather(Strategy):
     def ready(self) -> bool:
         """See :class:`Strategy`."""
         self.ask()
-        count, arrived = len(self._taking_part()), len(self._results)
-        if min(self._least, count) <= arrived < count and not self._interrupted:
+        if self._least <= len(self._results) < len(self._taking_part()) and not self._interrupted:
             self._interrupted = True
             for worker in self._workers:
                 self._orders.group.interrupt(worker)

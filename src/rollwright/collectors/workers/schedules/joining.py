@@ -86,7 +86,11 @@ def _built(
 ) -> TensorDict:
     nested: dict[str, Any] = {}
     for key, tensor in tensors.items():
-        if key not in found.lacking:
+        if key in found.lacking:
+            continue
+        if type(key) is str:
+            nested[key] = tensor
+        else:
             place(nested, key, tensor)
     names: Any = [*[None] * (len(size) - 1), "time"]
     batch = _named(TensorDict(nested, batch_size=size, device=device, names=names), found)

@@ -147,7 +147,7 @@ class Schedule:
                         self._pending[:] = [each for each in self._pending if each is not pending]
                         self._lose(results)
                 raise
-            with self._group.lock, uninterrupted:
+            with self._group.lock:
                 if self._pending and self._pending[-1] is pending:
                     self._pending.pop()
                     self._release(results)
@@ -165,7 +165,7 @@ class Schedule:
         """Keep for a later call what :meth:`next` gave last, and an interrupt kept from the consumer."""
         if found is None:  # it is in a buffer or a queue
             return
-        with self._group.lock, uninterrupted:
+        with self._group.lock:
             self._pending.insert(0, Pending(found, self._handed, shaped=True))
             self.batches -= 1
 
@@ -214,7 +214,7 @@ class Schedule:
                 if not self._more() and not self.orders.num_in_progress:
                     return False
                 continue
-            with self._group.lock, uninterrupted:
+            with self._group.lock:
                 versions = self._staleness.versions()  # while the rollouts are here, whoever publishes waits for them
                 results = strategy.next_rollouts()
                 if self._staleness.too_stale(results, versions):
@@ -255,8 +255,9 @@ class Schedule:
     def _wait(self, stop: Callable[[], bool]) -> bool:
         def done() -> bool:
             self.orders.waiting_for = self.strategy.awaits
-            ended = self.is_over and not self.orders.num_in_progress
-            return self.strategy.ready() or bool(self.errors) or self.strategy.is_hopeless() or ended
+            if self.strategy.ready() or self.errors or self.strategy.is_hopeless():
+                return True
+            return self.is_over and not self.orders.num_in_progress
 
         self._taker, self._taken_at = threading.get_ident(), None
         try:
@@ -347,7 +348,7 @@ class Schedule:
         Args:
             shares: how many rollouts each worker had collected when it was reset; later ones stay.
         """
-        with self._group.lock, uninterrupted:
+        with self._group.lock:
             old = [result for result in self._undelivered() if result.number <= shares[result.worker]]
             self.strategy.remove(old)
             self._release(old)

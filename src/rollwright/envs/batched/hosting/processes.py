@@ -329,7 +329,7 @@ class EnvProcesses:
 
     def is_connected(self, process: int) -> bool:
         """Whether a process was not lost, or was replaced since."""
-        return self._pool[process] is not None
+        return self._pool.by_place[process] is not None
 
     def replace(self, process: int) -> None:
         """Restart a process, with new environments."""
@@ -367,5 +367,5 @@ class EnvProcesses:
 
     def pids(self) -> list[int | None]:
         """Of the processes; None for one that has ended."""
-        children: list[Any] = [self._pool[process] for process in range(self.num_processes)]
+        children: list[Any] = [self._pool.by_place[process] for process in range(self.num_processes)]
         return [None if child is None else child.pid for child in children]
