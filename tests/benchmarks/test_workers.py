@@ -35,6 +35,7 @@ from benchmarks.workers_publish import measure_own
 from benchmarks.workers_publish import table_rows as publish_rows
 from benchmarks.workers_sides import check_batch, make_collector, make_side
 from benchmarks.workers_start import promise_rows as start_promises
+from tests.variants import in_turn
 
 from rollwright._processes.channel import Channel
 
@@ -46,8 +47,7 @@ def _threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("source", [CARTPOLE, PIXELS, PIXELS_RANDOM])
-@pytest.mark.parametrize("side", [ONE, SYNC, ASYNC])
+@pytest.mark.parametrize(("side", "source"), in_turn([ONE, SYNC, ASYNC], [CARTPOLE, PIXELS, PIXELS_RANDOM]))
 def test_each_side_delivers_whole_batches(source, side):
     case = Case(source, 2, 20)
     with make_collector(case, side) as collector:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.variants import in_turn
 from torch import nn
 
 from rollwright.collectors import Collector
@@ -197,8 +198,7 @@ ENVS = {
 }
 
 
-@pytest.mark.parametrize("env", ENVS)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "env"), in_turn(FUNCTIONS, list(ENVS)))
 def test_functions_run_on_arrays_with_the_bits_of_the_plain_path(name, env):
     policy, takes = FUNCTIONS[name]
     (fast, how), (plain, _) = paths(ENVS[env](), policy), paths(ENVS[env](), policy, use_buffers=False)

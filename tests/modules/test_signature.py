@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
+from tests.variants import in_turn
 from torch import nn
 
 from rollwright.collectors import Collector
@@ -29,8 +30,7 @@ def collect(policy, **options):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch imports it for torch.compile
-@pytest.mark.parametrize("options", [{}, {"num_collectors": 2, "sync": True}], ids=["here", "workers"])
-@pytest.mark.parametrize("as_module", [True, False], ids=["TensorDictModule", "by name"])
+@pytest.mark.parametrize(("as_module", "options"), in_turn([True, False], [{}, {"num_collectors": 2, "sync": True}]))
 def test_a_compiled_module_acts_as_the_module_does(as_module, options):
     policy = TensorDictModule(Lean(), ["observation"], ["action"]) if as_module else Lean()
     expected = collect(policy, **options)

@@ -312,9 +312,9 @@ def test_what_only_the_policy_writes_is_stored_after_random_frames(make, plain):
 # Whole trajectories --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"post_collect_hook": lambda batch: None}], ids=["pieces", "joined"])
-@pytest.mark.parametrize("kind", ENVS)
-def test_whole_trajectories_are_written_flat_in_the_order_of_their_ends(fill, yielded, same, kind, options):
+@pytest.mark.parametrize(("kind", "joined"), in_turn(ENVS, [False, True]))
+def test_whole_trajectories_are_written_flat_in_the_order_of_their_ends(fill, yielded, same, kind, joined):
+    options = {"post_collect_hook": lambda batch: None} if joined else {}
     cat = yielded(kind, trajs_per_batch=1, traj_format="cat")
     buffer = a_buffer()
     collector = fill(kind, buffer, trajs_per_batch=5, **options)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tests.processes.forked import resting_fork
+from tests.variants import in_turn
 
 from rollwright.data import (
     ConsumingSampler,
@@ -108,8 +109,7 @@ def assert_go_on_alike(one: ReplayBuffer, other: ReplayBuffer) -> None:
                 buffer.update_priority(batch["index"], priority)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(("storage", "sampler"), in_turn(STORAGES, list(SAMPLERS)))
 def test_a_state_that_went_through_a_file_is_gone_on_from_to_the_bit(storage, sampler, tmp_path):
     buffer = used(storage, sampler)
     torch.save(buffer.state_dict(), tmp_path / "state.pt")

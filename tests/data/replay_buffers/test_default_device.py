@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.variants import in_turn
 
 from rollwright.data import (
     ConsumingSampler,
@@ -70,8 +71,7 @@ def check(batch) -> None:
         assert value.device.type == "cpu", key
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(("sampler", "storage"), in_turn(SAMPLERS, list(STORAGES)))
 def test_batches_lie_on_the_cpu(storage, sampler, tmp_path):
     buffer = TensorDictReplayBuffer(
         storage=STORAGES[storage](),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.data.replay_buffers.test_checkpoint import SIZE, STORAGES, assert_go_on_alike, frames, used, write
+from tests.variants import in_turn
 
 from rollwright.data import (
     LazyTensorStorage,
@@ -53,8 +54,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("wrong", "storage"), in_turn(WRONG, list(STORAGES)))
 def test_a_load_that_raises_changes_nothing(storage, wrong):
     change, says = WRONG[wrong]
     other = used(storage, "prioritized")

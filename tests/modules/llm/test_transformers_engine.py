@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from tests.llm_models import MODELS, model, tokenizer
+from tests.variants import in_turn
 
 from rollwright.data.llm.turns import FinishReason
 from rollwright.modules.llm.engine import Completion, Request, Sampling
@@ -46,9 +47,12 @@ def _all(engine: TransformersEngine) -> dict[Any, Completion]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("mode", ["sampled", "raw"])
 @pytest.mark.parametrize(
-    "options", [{"temperature": 0.5}, {}, {"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0}]
+    ("options", "mode"),
+    in_turn(
+        [{"temperature": 0.5}, {}, {"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0}],
+        ["sampled", "raw"],
+    ),
 )
 def test_log_probs_equal_a_forward_pass(kind: str, mode: str, options: dict[str, Any]) -> None:
     lm, plain = _lively(kind), tokenizer("plain")  # its padding token is its end token
