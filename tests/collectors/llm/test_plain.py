@@ -293,6 +293,33 @@ def test_an_error_begins_conversations_again(options):
     assert len(found) == sum(1 + number * 7 % 4 for number in range(PROMPTS))
 
 
+@pytest.mark.parametrize("options", OPTIONS[1:], ids=lambda options: "-".join(options))
+def test_whole_conversations_go_on_from_where_the_batch_began_after_an_error(options):
+    calls = []
+
+    def fails(td):
+        calls.append(len(td))
+        if len(calls) in (4, 9):
+            raise OSError("no connection")
+        return answer(td)
+
+    found, failed = [], 0
+    with LLMCollector(chats(repeats=2), fails, dialog_turns_per_batch=3, **options) as collector:
+        while True:
+            try:
+                batch = collector.next()
+            except OSError:
+                failed += 1
+                continue
+            if batch is None:
+                break
+            found += list(turns(batch))
+        assert collector.stats()["frames_dropped"] == 0
+    assert failed == 2
+    assert len(found) == len(set(found)) == 2 * sum(1 + number * 7 % 4 for number in range(PROMPTS))
+    assert sum(calls) == len(found) + 6  # each turn once, and the two steps that failed
+
+
 def test_reset_drops_what_is_in_progress_and_counts_it():
     with LLMCollector(chats(), answer, dialog_turns_per_batch=3) as collector:
         collector.next()

@@ -58,7 +58,7 @@ class PlainPath(Path):
         if self._rows is not None:
             self.cursor, self._rows.path = self._rows.cursor, self
             self._rows.cursor.follow(self._rows)
-        self._renews, self._delivers_whole = options.reset_at_each_iter, options.delivers_whole
+        self._renews = options.reset_at_each_iter
         self._without: dict[int, list[int]] = {}  # by time: rows that the data had no conversation for
 
         check = stages.action_check(env)
@@ -233,7 +233,7 @@ class PlainPath(Path):
         self._start(random)
         self._without = {}
         if self._rows is not None:
-            self._rows.begin(cast(TensorDictBase, self._current), marks=not self._delivers_whole)
+            self._rows.begin(cast(TensorDictBase, self._current))
         if self._keeper is not None:
             self._keeper.begin()
 

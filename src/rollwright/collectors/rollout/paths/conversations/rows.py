@@ -101,16 +101,15 @@ class ConversationRows:
 
     # A rollout ----------------------------------------------------------------------------------------
 
-    def begin(self, current: TensorDictBase, *, marks: bool) -> None:
-        """A batch begins.
+    def begin(self, current: TensorDictBase) -> None:
+        """A batch begins: note where, for :meth:`go_back`.
 
         Args:
             current: what the first step is taken from.
-            marks: note where, for :meth:`go_back`.
         """
         self._taken, mark = {}, None
         with suppress(Exception):  # conversations may refuse to be saved in any way; they begin again then
-            mark = _Mark(self._env.progress(), current.copy()) if marks else None
+            mark = _Mark(self._env.progress(), current.copy())
         self.cursor.begin(mark)
 
     def before_step(self) -> list[int]:
