@@ -55,6 +55,7 @@ bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--q
 	$(BIN)/python -m benchmarks.workers_publish $(BENCH)
 	$(BIN)/python -m benchmarks.workers_counts
 	$(BIN)/python -m benchmarks.groups $(filter-out --no-peers,$(BENCH))
+	$(BIN)/python -m benchmarks.tensors $(filter-out --no-peers,$(BENCH))
 	$(BIN)/python -m benchmarks.replay_service
 	$(BIN)/python -m benchmarks.llm $(BENCH)
 	$(BIN)/python -m benchmarks.llm_losses

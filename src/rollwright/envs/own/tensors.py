@@ -153,13 +153,17 @@ class OwnTensors:
 
     def tensordict(self, values: Mapping[NestedKey, Any]) -> TensorDict:
         """Entries as a TensorDict of the environment's batch size and device, over the same memory."""
-        if not any(type(key) is tuple for key in values):
-            flat: Any = dict(values)
-            return unchecked_td(flat, self.batch, device=self.td_device, nested=False)
         nested: dict[str, Any] = {}
+        is_flat = True
         for key, value in values.items():
-            place(nested, key, value)
-        td = unchecked_td(nested, self.batch, device=self.td_device)
+            if type(key) is str:
+                nested[key] = value
+            else:
+                place(nested, key, value)
+                is_flat = False
+        td = unchecked_td(nested, self.batch, device=self.td_device, nested=not is_flat)
+        if is_flat:
+            return td
         for key, size in self.nests.items():
             if (nest := td.get(key, None)) is not None:
                 nest.batch_size = size

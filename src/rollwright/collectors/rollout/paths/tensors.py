@@ -29,7 +29,6 @@ from rollwright.errors import NotNative, PolicyError
 __all__ = ["TensorPath"]
 
 NEXT_VERSION = below_next(VERSION)
-_copy: Any = torch._foreach_copy_
 
 
 class Rows:
@@ -45,19 +44,19 @@ class Rows:
     def __init__(
         self, block: BatchMemory, time: int, keys: Iterable[tuple[NestedKey, NestedKey]], *, reads: bool
     ) -> None:
-        kept = [(key, at) for key, at in keys if at in block.memory]
-        on_cpu = [(key, at) for key, at in kept if reads and block.has_rows(at)]
-        others = [(key, at) for key, at in kept if not (reads and block.has_rows(at))]
-        self._arrays = [(key, block.rows(at)) for key, at in on_cpu]  # half of what a copy of tensors costs
-        self._keys = [key for key, _ in others]
-        self._by_time = list(zip(*[block.memory[at].unbind(time) for _, at in others], strict=True))
+        self._arrays, self._tensors = [], []
+        for key, at in keys:
+            if reads and block.has_rows(at):
+                self._arrays.append((key, block.rows(at)))  # half of what a copy of tensors costs
+            elif at in block.memory:
+                self._tensors.append((key, block.memory[at].movedim(time, 0)))
 
     def write(self, t: int, values: Mapping[NestedKey, Tensor]) -> None:
         """Copy the values of time ``t``."""
         for key, rows in self._arrays:
             rows[t] = values[key].numpy()
-        if self._keys:
-            _copy(self._by_time[t], [values[key] for key in self._keys])
+        for key, memory in self._tensors:
+            memory[t] = values[key]
 
 
 class TensorPath(Path):
