@@ -23,6 +23,7 @@ from rollwright.envs.libs import (
     set_gym_backend,
     to_torchrl,
 )
+from rollwright.envs.libs.torchrl import translation as translation  # how TorchRLWrapper steps
 from rollwright.envs.serial import SerialEnv
 from rollwright.envs.transforms import (
     ActionMask,

@@ -156,13 +156,11 @@ class ArrayEnv(ABC):
         nests: names of nested TensorDicts with a longer batch size than the root, and what it has behind :attr:`batch`.
         resets_ahead: whoever sets it promises to reset, right after each step and without arguments, at least those
             that ended. Environments elsewhere may then be reset before that is asked for.
-        keeps_resets: whether rows that a reset does not mark hold what their own last reset returned.
         on_tensordicts: names of transforms that are called on TensorDicts.
         held_back: why another library steps the environment on TensorDicts; empty: none does.
     """
 
     resets_ahead: bool = False
-    keeps_resets: bool = False
     on_tensordicts: Sequence[str] = ()
     held_back: str = ""
     batch: tuple[int, ...]
@@ -205,7 +203,7 @@ class ArrayEnv(ABC):
         """Begin new trajectories in the environments that ``rows``, bool ``[*batch]``, marks; None: in all.
 
         Returns:
-            :attr:`carried`; what they hold in rows that are not marked means nothing, but for :attr:`keeps_resets`.
+            :attr:`carried`; what they hold in rows that are not marked means nothing.
         """
 
     def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:

@@ -6,7 +6,7 @@ from rollwright.envs.libs.envpool import EnvPoolEnv
 from rollwright.envs.libs.gym import BaseInfoDictReader, GymEnv, GymWrapper, default_info_dict_reader
 from rollwright.envs.libs.pettingzoo import PettingZooEnv, PettingZooWrapper
 from rollwright.envs.libs.torchrl import TorchRLWrapper
-from rollwright.envs.libs.torchrl_envs import to_torchrl
+from rollwright.envs.libs.torchrl.to_torchrl import to_torchrl
 
 __all__ = [
     "BaseInfoDictReader",

@@ -14,10 +14,10 @@ from rollwright._keys import NestedKey
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs.torchrl import from_torchrl, to_torchrl
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform
-from rollwright.envs.libs.torchrl_arrays.frames import only_below_next, transform_trims, trim_by
-from rollwright.envs.libs.torchrl_arrays.masks import Masks
-from rollwright.envs.libs.torchrl_arrays.transforms import array_transform, check_outputs_only, is_known, reads_root
-from rollwright.envs.libs.torchrl_envs import holder_of
+from rollwright.envs.libs.torchrl.frames import only_below_next, transform_trims, trim_by
+from rollwright.envs.libs.torchrl.masks import Masks
+from rollwright.envs.libs.torchrl.to_torchrl import holder_of
+from rollwright.envs.libs.torchrl.transforms import called_on_tensordicts, translated
 from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.envs.transforms.base import Transform
 from rollwright.errors import EnvError, NotNative
@@ -149,29 +149,33 @@ class ForeignTransform(Transform):
 
     @property
     def is_known(self) -> bool:
-        """Whether TorchRL's transform has an array form."""
-        return is_known(self._inner)
+        """Whether TorchRL's transform has a counterpart in this library."""
+        try:
+            return translated(self._placed()) is not None
+        except NotNative:
+            return False
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """The array form that TorchRL's transform has in TorchRL's environments, where it has one.
+        """What the counterpart of TorchRL's transform does, with the tensors of that.
 
         Raises:
             NotNative: it has none.
         """
-        return array_transform(self._placed(), env)
+        ours = translated(self._placed())
+        ours.set_parent(self.parent)
+        return ours.on_arrays(env)
 
     def on_tensordicts(self, env: ArrayEnv, roots: RootTensorDicts) -> OnTensorDicts:
-        """See :meth:`Transform.on_tensordicts`; for a transform of TorchRL without an array form.
+        """See :meth:`Transform.on_tensordicts`; for a transform of TorchRL without a counterpart.
 
         Raises:
             NotNative: it changes what a reset or a step is given.
         """
         inner, parent = self._placed(), self.parent
-        name = check_outputs_only(inner)
         if parent is None:
-            raise NotNative(f"{name} is on no environment")
+            raise NotNative(f"{class_path(inner)} is on no environment")
         spec = self.transform_output_spec(parent.output_spec.clone())
-        return OnTensorDicts(self, name, env, parent.done_keys, spec, roots, reads_root=reads_root(inner))
+        return called_on_tensordicts(self, inner, env, roots, list(parent.done_keys), spec)
 
     # Specs ------------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ from rollwright.envs.arrays import (
     objects_of,
     refuse_overrides,
 )
+from rollwright.envs.libs.torchrl.transforms import settings_of
+from rollwright.envs.libs.torchrl.watch import Watch
 from rollwright.envs.on_arrays.chain import ArrayChain, ChainDeviation
 from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
 from rollwright.envs.transforms.base import EntryTransform, Transform
@@ -95,6 +97,8 @@ class TransformedArrays(WrapperArrays):
         self._preset: Values = {}
         self._passed = {*env.base_env.state_keys, *env.base_env.read_at_reset}  # what its reset is given, beside marks
         self._transforms = parts_of(env.transform)
+        foreign = [part for part in self._transforms if isinstance(part, ForeignTransform) and part.is_known]
+        self._watches = [Watch(part.torchrl_transform, settings_of) for part in foreign]
         held = objects_of(base.entries)
         for transform in self._transforms:
             self._chain.add(self._part(transform, held))  # with the entries of those before
@@ -127,6 +131,8 @@ class TransformedArrays(WrapperArrays):
         self._base.check()
         if not _same(parts_of(self._env.transform), self._transforms):
             raise NotNative("its transforms have changed")
+        for watch in self._watches:
+            watch.check()
 
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""

@@ -14,7 +14,7 @@ from rollwright._foreign import class_path
 from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import STEPPED
 
-__all__ = ["SerialStep", "TorchRLStep", "is_serial", "reset_of", "step_of"]
+__all__ = ["SerialStep", "TorchRLStep", "is_serial"]
 
 _SERIAL = "torchrl.envs.batched_envs.SerialEnv"
 _BASE = "torchrl.envs.common", "EnvBase"
@@ -100,12 +100,6 @@ def step_of(env: Any) -> Callable[[TensorDictBase], TensorDictBase]:
     """The step of an environment of TorchRL without what its base class adds."""
     step: Callable[[TensorDictBase], TensorDictBase] = getattr(env, _STEP)
     return step
-
-
-def reset_of(env: Any) -> Callable[..., TensorDictBase]:
-    """As :func:`step_of`, its reset."""
-    reset: Callable[..., TensorDictBase] = getattr(env, _RESET)
-    return reset
 
 
 def is_serial(env: Any) -> bool:

@@ -11,7 +11,7 @@ from rollwright._foreign import class_path, is_torchrl_env
 from rollwright._keys import leaf_keys
 from rollwright.data.specs.torchrl import to_torchrl as spec_to_torchrl
 from rollwright.envs.base import EnvBase
-from rollwright.envs.libs.torchrl import TorchRLWrapper
+from rollwright.envs.libs.torchrl.wrapper import TorchRLWrapper
 from rollwright.errors import require
 
 __all__ = ["holder_of", "to_torchrl"]

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._foreign import class_path, is_torchrl_env, kind_in
-from rollwright._keys import without
+from rollwright._keys import leaves, without
 from rollwright.data.specs import TensorSpec
 from rollwright.data.specs.shapes import as_device
 from rollwright.data.specs.torchrl import from_torchrl
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
-from rollwright.envs.libs.torchrl_arrays.env import torchrl_array_form
-from rollwright.envs.libs.torchrl_arrays.frames import only_below_next, trim_by, trims
-from rollwright.envs.libs.torchrl_arrays.masks import Masks
-from rollwright.envs.libs.torchrl_arrays.steps import TorchRLStep
-from rollwright.errors import EnvError
+from rollwright.envs.libs.torchrl.frames import only_below_next, trim_by, trims
+from rollwright.envs.libs.torchrl.masks import Masks
+from rollwright.envs.libs.torchrl.steps import TorchRLStep
+from rollwright.envs.own.arrays import OwnArrays
+from rollwright.errors import EnvError, NotNative
 
-__all__ = ["TorchRLWrapper"]
+__all__ = ["STEPPED_THERE", "TorchRLWrapper"]
 
+STEPPED_THERE = "TorchRL steps it, since "
 _SPECS = ("observation", "state", "action", "reward", "done")
 
 
@@ -45,6 +47,7 @@ class TorchRLWrapper(EnvBase):
 
     returns_copies = True  # TorchRL's collector keeps what a step returns, too
     casts_outcomes = True  # as TorchRL does where it writes them into memory of a batch
+    translate: ClassVar[Callable[[Any], ArrayEnv]]  # set by what knows the environments of this library
 
     def __init__(self, env: Any) -> None:
         if not is_torchrl_env(env):
@@ -102,7 +105,30 @@ class TorchRLWrapper(EnvBase):
         return fake
 
     def _array_form(self) -> ArrayEnv:
-        return torchrl_array_form(self, TorchRLWrapper, self._stepped, self._reset)
+        env = self.torchrl_env
+        if trims(env):
+            raise NotNative(f"{class_path(env)} changes frames once the data of the next step were taken from them")
+        try:
+            return type(self).translate(self)
+        except NotNative as reason:
+            form = self._stepped_there()
+            form.held_back = f"{STEPPED_THERE}{reason}"
+            return form
+
+    def _stepped_there(self) -> ArrayEnv:
+        """The array form of an environment that TorchRL steps on TensorDicts."""
+        env = self.torchrl_env
+        if any(getattr(env.full_action_spec[key], "mask", None) is not None for key in self.action_keys):
+            raise NotNative(f"the action spec of {class_path(env)} has a mask")
+        return OwnArrays(self, TorchRLWrapper, self._stepped, self._reset_alone)
+
+    def _reset_alone(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
+        """:meth:`_reset`, less what it was given: TorchRL's merges all of that into the result."""
+        fresh = self._reset(tensordict, **kwargs)
+        if tensordict is None:
+            return fresh
+        own, given = {*self.observation_keys, *self.state_keys, *self.done_keys}, leaves(tensordict)
+        return fresh.select(*(key for key in leaves(fresh) if key in own or key not in given))
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Random actions, drawn by TorchRL's environment from its own action spec."""
