@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 
 from rollwright._foreign import class_path
-from rollwright.data.unchecked import unchecked_td
-from rollwright.envs.arrays import STEPPED
 
-__all__ = ["SerialStep", "TorchRLStep", "is_serial"]
+__all__ = ["TorchRLStep", "is_serial"]
 
 _SERIAL = "torchrl.envs.batched_envs.SerialEnv"
 _BASE = "torchrl.envs.common", "EnvBase"
@@ -41,7 +37,6 @@ class TorchRLStep:
 
     def __init__(self, env: Any) -> None:
         self._env, self.is_plain = env, _is_plain(env)
-        self._serial = SerialStep(env) if is_serial(env) else None
         if self.is_plain:
             self._rewards = [(key, env.full_reward_spec[key].shape) for key in env.reward_keys]
             self._flags = [(key, env.full_done_spec[key].shape) for key in env.done_keys]
@@ -56,7 +51,7 @@ class TorchRLStep:
         env = self._env
         if not self.is_plain:
             return env.step(tensordict.copy()).get("next")  # type: ignore[no-any-return]
-        outcome: TensorDictBase = (self._serial or step_of(env))(tensordict)
+        outcome: TensorDictBase = getattr(env, _STEP)(tensordict)
         if not self._is_whole(outcome):
             outcome = getattr(env, _COMPLETE)(outcome)
         return outcome
@@ -96,74 +91,6 @@ def _same(kind: type, known: type, name: str) -> bool:
     return theirs is not None and inspect.getattr_static(kind, name) is theirs
 
 
-def step_of(env: Any) -> Callable[[TensorDictBase], TensorDictBase]:
-    """The step of an environment of TorchRL without what its base class adds."""
-    step: Callable[[TensorDictBase], TensorDictBase] = getattr(env, _STEP)
-    return step
-
-
 def is_serial(env: Any) -> bool:
     """Whether an environment is TorchRL's ``SerialEnv``, with the methods of that class."""
     return class_path(env) == _SERIAL and not {"step", "reset", _STEP, _RESET} & vars(env).keys()
-
-
-class SerialStep:
-    """Steps TorchRL's ``SerialEnv`` as its ``_step`` does, entry by entry.
-
-    What its environments return goes into the memory that it keeps for that: other dtypes are cast there, entries that
-    are missing keep the values of the step before, and those that no spec announces are left out.
-
-    Args:
-        env: the ``SerialEnv``.
-    """
-
-    def __init__(self, env: Any) -> None:
-        self._env = env
-        self._envs: Any = None  # those that were started last
-        self._memory: list[tuple[str, Tensor]] = []  # of what steps return; empty: the SerialEnv is to step
-
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """What ``env._step(tensordict)`` would return."""
-        env = self._env
-        if (envs := vars(env).get("_envs")) is not self._envs:
-            self._envs, self._memory = envs, _memory_of(env)
-        if not self._memory or tensordict.get(STEPPED, None) is not None:
-            return step_of(env)(tensordict)
-        rows = tensordict.unbind(0)
-        outcomes = [step_of(one)(row) for one, row in zip(self._envs, rows, strict=True)]
-        if not self._write(outcomes):
-            self._update(outcomes)
-        fresh = {key: memory.clone() for key, memory in self._memory}
-        return unchecked_td(fresh, env.batch_size, device=env.device)
-
-    def _write(self, outcomes: Sequence[TensorDictBase]) -> bool:
-        """Write what has the form of the memory; returns whether all has."""
-        for key, memory in self._memory:
-            values, shape, dtype = [outcome.get(key, None) for outcome in outcomes], memory.shape[1:], memory.dtype
-            for value in values:
-                if type(value) is not Tensor or value.dtype is not dtype or value.shape != shape or value.requires_grad:
-                    return False
-            torch.stack(values, out=memory)
-        return True
-
-    def _update(self, outcomes: Sequence[TensorDictBase]) -> None:
-        """Write as TorchRL does."""
-        keys = [key for key, _ in self._memory]
-        kept = self._env.shared_tensordict_parent.get("next")
-        for i, outcome in enumerate(outcomes):
-            kept[i].update_(outcome, keys_to_update=keys)
-
-
-def _memory_of(env: Any) -> list[tuple[str, Tensor]]:
-    """Where a ``SerialEnv`` keeps what its steps return; empty: not in one tensor an entry, on its device."""
-    facts = vars(env)
-    shared, keys, envs = (facts.get(name) for name in ("shared_tensordict_parent", "_env_output_keys", "_envs"))
-    if shared is None or not keys or not envs or facts.get("_non_tensor_keys") or env.device not in (None, _CPU):
-        return []
-    if any(not isinstance(key, str) for key in keys) or any(one.device != env.device for one in envs):
-        return []
-    found = [(key, shared.get(("next", key), None)) for key in keys]
-    return found if all(type(memory) is Tensor for _, memory in found) else []
-
-
-_CPU = torch.device("cpu")
