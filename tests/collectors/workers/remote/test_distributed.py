@@ -29,6 +29,7 @@ from tests.collectors.workers.envs import (
 )
 from tests.collectors.workers.processes import gone, num_fds
 from tests.patience import patient
+from tests.variants import in_turn
 
 from rollwright import Collector
 from rollwright._processes.network.addresses import SECRET
@@ -84,8 +85,7 @@ def hosts(collector):
 # The same as local workers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"cat_results": 0, "make": tallies}], ids=["stack", "batched, first"])
-@pytest.mark.parametrize("per", [1, 2], ids=["two groups", "one group"])
+@pytest.mark.parametrize(("per", "options"), in_turn([1, 2], [{}, {"cat_results": 0, "make": tallies}]))
 def test_synchronous_batches_are_those_of_local_workers(make, remote, carriers, per, options):
     options = dict(options)
     env = makers(make=options.pop("make", tally))

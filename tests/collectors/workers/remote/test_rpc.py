@@ -18,6 +18,7 @@ import torch.distributed.rpc.api as api
 from tests.collectors.workers.envs import DONE, EPISODE, IDENT, IDS, STEP, VERSION, gain, makers, pixels, tally
 from tests.collectors.workers.processes import alive, gone, num_fds
 from tests.patience import patient
+from tests.variants import one_quick
 
 from rollwright import Collector
 from rollwright.collectors.workers.remote.process_groups import members
@@ -79,7 +80,7 @@ def hosts(collector):
     return [int(number) for number in collector.get_distant_attr("env.parent")]
 
 
-@pytest.mark.parametrize("per", [1, 2], ids=["two groups", "one group"])
+@pytest.mark.parametrize("per", one_quick([1, 2], 1))
 def test_synchronous_batches_are_those_of_local_workers(make, remote, carriers, per):
     found = []
     for build in (make, partial(remote, per=per)):
