@@ -22,6 +22,7 @@ from benchmarks.counts import OperationCounter
 from benchmarks.workers_cases import ASYNC, CARTPOLE, CASES, ONE, PIXELS_RANDOM, SYNC, Case
 from benchmarks.workers_sides import check_batch, make_collector
 from rollwright._processes.channel import Channel
+from rollwright._processes.connection import NOTHING
 
 BATCHES = 8
 
@@ -45,7 +46,7 @@ class Counts(NamedTuple):
 
 
 class MessageCounter:
-    """Counts messages that this process sends and receives, and their bytes, while it is entered."""
+    """Counts messages that this process sends and receives, and their bytes, on lines made while it is entered."""
 
     def __init__(self) -> None:
         self.messages = self.num_bytes = 0
@@ -56,20 +57,21 @@ class MessageCounter:
         self.num_bytes += len(pickle.dumps(message, 5))
 
     def __enter__(self) -> MessageCounter:
-        post, receive, count = Channel.post, Channel.recv, self._count
+        post, take, count = Channel.post, Channel.take, self._count
 
         def counted_post(channel: Channel, message: Any) -> None:
             count(message)
             post(channel, message)
 
-        def counted_receive(channel: Channel, *arguments: Any, **options: Any) -> Any:
-            message = receive(channel, *arguments, **options)
-            count(message)
+        def counted_take(channel: Channel, timeout_s: float = 0.0) -> Any:
+            message = take(channel, timeout_s)
+            if message is not NOTHING:
+                count(message)
             return message
 
-        Channel.post, Channel.recv = counted_post, counted_receive
+        Channel.post, Channel.take = counted_post, counted_take
         self._undo.callback(setattr, Channel, "post", post)
-        self._undo.callback(setattr, Channel, "recv", receive)
+        self._undo.callback(setattr, Channel, "take", take)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -82,16 +84,16 @@ def count(case: Case, side: str, batches: int = BATCHES, idle_s: float = 1.0) ->
     Raises:
         RuntimeError: what a batch holds is wrong.
     """
-    with make_collector(case, side) as collector:
+    operations, messages = OperationCounter(), MessageCounter()
+    with messages, make_collector(case, side) as collector:
         taken = iter(collector)
         for _ in range(2 * case.workers):  # what happens once, happens here
             batch = next(taken)
         check_batch(batch, case.steps)
         frame_bytes = sum(value.nbytes for value in batch.values(True, True)) / batch.numel()
         del batch  # and its memory is released
-        operations, messages = OperationCounter(), MessageCounter()
-        frames = 0
-        with operations, messages:
+        frames = messages.messages = messages.num_bytes = 0
+        with operations:
             for _ in range(batches):
                 frames += next(taken).numel()
         return Counts(
