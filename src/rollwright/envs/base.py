@@ -112,6 +112,8 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         made_its_parts: whether its constructor made what :meth:`close` closes: processes, other environments.
         ends_with_step: names of entries at the root that are not carried on to the next step, not even in part.
         read_at_reset: names of entries that a reset reads where they are passed to it.
+        resets_by_mask: whether a collector may call ``_reset`` after each step, with a mask that nobody has read: what
+            ``"_reset"`` does not mark stays as it is then. So it is done on devices other than the CPU in any case.
         has_token_rewards: whether a step may return a reward ``[tokens, 1]``, one number for each token of an answer.
 
     Example:
@@ -142,7 +144,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     has_token_rewards: bool = False
     made_its_parts: bool = False
     returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
-    resets_by_mask: bool = False  # True: _reset may be called after each step, and keeps what "_reset" does not mark
+    resets_by_mask: bool = False
     casts_outcomes: bool = False  # True: what _step and _reset return in other dtypes than the specs' is cast
 
     def __init__(

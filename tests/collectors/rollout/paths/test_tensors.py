@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollwright.collectors import Collector
-from rollwright.data import Composite, Unbounded
+from rollwright.data import Composite, LazyTensorStorage, ReplayBuffer, Unbounded
 from rollwright.envs import EnvBase, GymWrapper, RewardSum, TransformedEnv
 from rollwright.errors import EnvError
 
@@ -95,6 +95,24 @@ class Agents(Arm):
         return {"agents": TensorDict({**self.seen()["agents"], "reward": reward}, [self.num, 2], device=self.device)}
 
 
+class Teams(Agents):
+    """The same, with flags of the agents beside those of all; the first agent is done before."""
+
+    def make_specs(self, on):
+        super().make_specs(on)
+        shape = (self.num, 2, 1)
+        flags = {name: Unbounded(shape, dtype=torch.bool, device=on) for name in ("done", "terminated", "truncated")}
+        agents = Composite(flags, shape=(self.num, 2), device=on)
+        root = {name: Unbounded((self.num, 1), dtype=torch.bool, device=on) for name in flags}
+        self.done_spec = Composite({**root, "agents": agents}, shape=[self.num], device=on)
+
+    def rewarded(self, action):
+        first = self.count >= self.limit - 1
+        over = torch.stack([first, self.count >= self.limit], 1)
+        found = super().rewarded(action)
+        return {"agents": found["agents"].update({"terminated": over, "truncated": ~over & over, "done": over})}
+
+
 class Live(Arm):
     """The same in memory that is written again."""
 
@@ -142,6 +160,7 @@ class Cubes(VectorEnv):
 ENVS = {
     "own": Arm,
     "agents": Agents,
+    "teams": Teams,
     "live": Live,
     "transforms": lambda: TransformedEnv(Agents(), RewardSum(in_keys=[("agents", "reward")])),
     "resets itself": lambda: GymWrapper(Cubes(AutoresetMode.SAME_STEP)),
@@ -272,8 +291,10 @@ def test_trajectory_ids_taken_at_the_end_are_those_of_each_step():
     assert len(ids.unique()) == int(ids.max()) + 1 > 4 * NUM
 
 
-@pytest.mark.parametrize("options", [{}, {"reset_when_done": False}, {"reset_at_each_iter": True}], ids=str)
-@pytest.mark.parametrize("name", ["own", "agents", "live", "transforms"])
+@pytest.mark.parametrize(
+    "options", [{}, {"reset_when_done": False}, {"reset_at_each_iter": True}, {"track_policy_version": True}], ids=str
+)
+@pytest.mark.parametrize("name", ["own", "agents", "teams", "live", "transforms"])
 def test_frames_are_those_of_steps_on_tensordicts(name, options):
     found = []
     for buffers in (None, False):
@@ -284,6 +305,42 @@ def test_frames_are_those_of_steps_on_tensordicts(name, options):
         assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
         for key in theirs.keys(True, True):
             assert torch.equal(ours[key], theirs[key]), key
+
+
+@pytest.mark.parametrize("name", ["own", "is reset"])
+def test_frames_are_stored_with_each_step(name):
+    found = []
+    for extend in (True, False):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(2 * NUM * STEPS), batch_size=4)
+        options = {"replay_buffer": buffer, "extend_buffer": extend, "track_policy_version": True}
+        with made(name, total_frames=2 * NUM * STEPS, **options) as collector:
+            for _ in collector:
+                pass
+        data = buffer[:]
+        ids, at = data["collector", "traj_ids"], data["next", "at"][:, 0]
+        found.append(data[sorted(range(len(data)), key=lambda i, ids=ids, at=at: (int(ids[i]), float(at[i])))])
+    assert len(found[0]) == len(found[1]) == 2 * NUM * STEPS
+    for key in found[0].keys(True, True):
+        assert torch.equal(found[0][key], found[1][key]), key
+
+
+def test_a_compiled_policy_keeps_the_version_that_its_batch_began_with():
+    env = Arm()
+    options = {"compile_policy": True, "track_policy_version": True, "frames_per_batch": NUM * STEPS}
+    with Collector(env, policy(env), total_frames=-1, **options) as collector:
+        collector.next()
+        step, count = env._step, []
+
+        def publish(td):
+            count.append(1)
+            if len(count) == 4:
+                collector.update_policy_weights_()
+            return step(td)
+
+        env._step = publish
+        assert collector.stats()["paths"]["policy"].startswith("native: NumPy program")
+        assert len(collector.next()["policy_version"].unique()) == 1
+        assert int(collector.next()["policy_version"].unique()) == 1
 
 
 @pytest.mark.parametrize("name", ["resets itself", "is reset"])

@@ -108,6 +108,7 @@ class TensorPath(Path):
         self._masks: dict[int, Tensor] = {}
         self._acted = -1  # the version that has acted last; -1: none has
         self._versions: list[int] = []
+        self._version_of_batch: int | None = None  # where one version acts in all of it
         self._ids: NDArray[Any] = np.full(tuple(self._batch), -1)
         self._changes: list[tuple[int, NDArray[Any]]] = []  # of ids in this batch: from which time on
         self._block: BatchMemory | None = None
@@ -239,6 +240,7 @@ class TensorPath(Path):
         self._acting.start(self._steps)
         self.finite_keys = [key for key in self._acting.finite_keys if not is_private(key)]
         self._changes, self._versions = [(0, self._ids)], []
+        self._version_of_batch = self._version() if self._acting.frozen else None
         self._given = dict(cast(Tensors, self._root))  # may be the environment's memory, which it is going to write
         self._root = root = {key: value.clone() if key in self._roots else value for key, value in self._given.items()}
         self._numbers, self._changed = {key: root[key]._version for key in self._roots}, set()
@@ -269,7 +271,7 @@ class TensorPath(Path):
         """See :meth:`Path.act`."""
         root = cast(Tensors, self._root)
         if self._tracks_version:  # the version that acts, whatever is published before the frame is written
-            self._tag(self._version())
+            self._tag(self._version() if self._version_of_batch is None else self._version_of_batch)
             self._versions.append(self._acted)
         outputs, self._ahead = self._called() if self._ahead is None else self._ahead, None
         if t == 0:
@@ -355,7 +357,7 @@ class TensorPath(Path):
     def _frames(self, steps: int) -> list[TensorDictBase]:
         if not steps:
             return []
-        self._fill(steps)
+        self._fill(0, steps)
         return cast(BatchMemory, self._block).frames(steps)
 
     def _hand_over(self, t: int, outputs: Tensors, against: Mapping[str, str], taken: Taken | None = None) -> None:
@@ -419,7 +421,7 @@ class TensorPath(Path):
     def finish(self, steps: int) -> TensorDictBase:
         """See :meth:`Path.finish`."""
         block = cast(BatchMemory, self._block)
-        self._fill(steps)
+        self._fill(0, steps)
         batch = block.finish(steps)
         self._tensors.check_batch()
         if not self._reuses:
@@ -430,25 +432,26 @@ class TensorPath(Path):
 
     def frame(self, t: int) -> TensorDictBase:
         """See :meth:`Path.frame`."""
-        self._fill(t + 1)
+        self._fill(t, t + 1)
         return cast(BatchMemory, self._block).frame(t)
 
-    def _fill(self, steps: int) -> None:
-        """Write trajectory ids and versions of the first ``steps`` steps."""
+    def _fill(self, begin: int, stop: int) -> None:
+        """Write trajectory ids and versions of the steps from ``begin`` to ``stop``."""
         memory, time = cast(BatchMemory, self._block).memory, len(self._batch)
         if self._tracks_version:
-            versions = torch.tensor(self._versions[:steps], device="cpu").to(self._tensors.device)
+            versions = torch.tensor(self._versions[begin:stop], device="cpu").to(self._tensors.device)
             for key in (VERSION, NEXT_VERSION):
-                memory[key].narrow(time, 0, steps).copy_(versions)
+                memory[key].narrow(time, begin, stop - begin).copy_(versions)
         if not self._tracks_ids:
             return
-        rows = memory[IDS].narrow(time, 0, steps).movedim(time, 0)
+        rows = memory[IDS].movedim(time, 0)
         if self._late:
-            rows.copy_(self._late_ids(memory[("next", "done")].narrow(time, 0, steps).movedim(time, 0)))
+            rows[:stop].copy_(self._late_ids(memory[("next", "done")].movedim(time, 0)[:stop]))
             return
-        for begin, ids in self._changes:
-            if begin < steps:
-                rows[begin:].copy_(torch.from_numpy(ids))
+        stops = [first for first, _ in self._changes[1:]] + [stop]
+        for (first, ids), last in zip(self._changes, stops, strict=True):
+            if max(first, begin) < min(last, stop):
+                rows[max(first, begin) : min(last, stop)].copy_(torch.from_numpy(ids))
 
     def _late_ids(self, done: Tensor) -> Tensor:
         """Trajectory ids of the batch, ``[T, *env]``, from its flags; those of the next step are noted.
