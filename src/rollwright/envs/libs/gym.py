@@ -305,6 +305,8 @@ class GymWrapper(InfoReadingEnv):
     def _read_reset(self, values: Any) -> Values:
         if not isinstance(values, (tuple, list)) or len(values) != 2:
             raise EnvError(f"{self}: reset must return (observation, info), got {_described(values)}.")
+        if self._episodes is not None and not self.returns_tensors:
+            self.returns_tensors = _has_tensors(values[0])
         out = self._converted(self._observe, values[0], "reset")
         if self.info_dict_reader:
             out.update(self._read_info(values[1], out))
@@ -344,8 +346,6 @@ class GymWrapper(InfoReadingEnv):
             raise
 
     def _converted(self, read: ObservationReader, observation: Any, call: str) -> Values:
-        if self._episodes is not None and not self.returns_tensors:
-            self.returns_tensors = _has_tensors(observation)
         try:
             return read(observation)
         except SpecError as error:

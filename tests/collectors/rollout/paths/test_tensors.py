@@ -12,7 +12,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -415,6 +415,45 @@ def test_a_policy_may_write_into_what_it_is_given():
     for ours, theirs in zip(*found, strict=True):
         for key in theirs.keys(True, True):
             assert torch.equal(ours[key], theirs[key]), key
+
+
+def assert_equal_to_plain(make, acts, **options):
+    found = []
+    for buffers in (None, False):
+        more = {"frames_per_batch": NUM * STEPS, "total_frames": 3 * NUM * STEPS, "use_buffers": buffers, **options}
+        with Collector(make(), acts, **more) as collector:
+            found.append([batch.clone() for batch in collector])
+            assert collector.stats()["paths"]["env"].startswith("plain" if buffers is False else "native: tensors")
+    for ours, theirs in zip(*found, strict=True):
+        assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+        for key in theirs.keys(True, True):
+            assert ours[key].dtype == theirs[key].dtype
+            assert torch.equal(ours[key], theirs[key]), key
+
+
+def test_random_actions_have_the_form_that_the_policy_writes():
+    class Seeded(Arm):
+        def act(self, td):
+            return td["action"].float()
+
+        def _reset(self, tensordict=None, **kwargs):
+            if tensordict is None:
+                torch.manual_seed(3)
+            return super()._reset(tensordict, **kwargs)
+
+    acts = TensorDictModule(nn.Linear(3, 3).double(), ["far"], ["action"])
+    whole = TensorDictSequential(TensorDictModule(lambda at: at.double(), ["at"], ["far"]), acts)
+    assert_equal_to_plain(Seeded, whole, init_random_frames=NUM * STEPS, reset_at_each_iter=True)
+
+
+def test_a_policy_of_an_environment_whose_ends_are_read_is_given_trajectory_ids():
+    class Reading(Arm):
+        resets_by_mask = False
+
+    def acts(td):
+        return td.set("action", td["at"].tanh()).set("ids", td["collector", "traj_ids"].clone())
+
+    assert_equal_to_plain(Reading, acts)
 
 
 def test_a_run_goes_on_after_it_was_saved():

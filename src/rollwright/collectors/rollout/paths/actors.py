@@ -160,7 +160,7 @@ class CastActor(Actor):
         self._actor = actor
         self.how, self.finite_keys = actor.how, actor.finite_keys
         self.varies, self.frozen = actor.varies, actor.frozen
-        self.forms: dict[NestedKey, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        self.forms: dict[NestedKey, tuple[tuple[int, ...], Any]] = {}
 
     def start(self, steps: int) -> None:
         """See :meth:`Actor.start`."""
@@ -170,7 +170,8 @@ class CastActor(Actor):
         """See :class:`Actor`."""
         outputs = self._actor(root, ids)
         for key, (shape, dtype) in self.forms.items():
-            outputs[key] = outputs[key].astype(dtype).reshape(shape)
+            value = outputs[key]
+            outputs[key] = (value.to(dtype) if isinstance(value, torch.Tensor) else value.astype(dtype)).reshape(shape)
         return outputs
 
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:

@@ -482,7 +482,9 @@ def _actor_on_cpu(parts: PathParts, env: OwnTensors) -> tuple[Actor, Actor]:
     if actor is None:
         if options.cudagraph_policy or (options.compile_policy and options.compile_policy is not True):
             raise NotNative("torch compiles the policy as a whole")
-        whole = _called_whole(parts, parts.acting.call, dict.fromkeys(there), _nests(env), against["policy"], as_tensor)
+        call, why, reads_ids = parts.acting.call, against["policy"], options.track_traj_ids and not env.by_mask
+        entries = dict.fromkeys(there)
+        whole = _called_whole(parts, call, entries, _nests(env), why, as_tensor, reads_ids=reads_ids)
         actor = _undecided(parts, whole, acts)
     drawn = _random_policy(parts)
     return actor, TensorActor(drawn) if isinstance(drawn, ArrayPolicy) else on_tensors(drawn)

@@ -105,7 +105,6 @@ class TensorPath(Path):
         self._changed: set[NestedKey] = set()  # entries of the environment that the policy writes into
         self._given: Tensors = {}  # of the first step: the root before it was copied
         self._numbers: dict[NestedKey, int] = {}  # how often each was written before the policy's first call
-        self._masks: dict[int, Tensor] = {}
         self._acted = -1  # the version that has acted last; -1: none has
         self._versions: list[int] = []
         self._version_of_batch: int | None = None  # where one version acts in all of it
