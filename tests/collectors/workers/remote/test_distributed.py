@@ -85,10 +85,9 @@ def hosts(collector):
 # The same as local workers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("per", "options"), in_turn([1, 2], [{}, {"cat_results": 0, "make": tallies}]))
+@pytest.mark.parametrize(("per", "options"), in_turn([1, 2], [{}, {"cat_results": 0}]))
 def test_synchronous_batches_are_those_of_local_workers(make, remote, carriers, per, options):
-    options = dict(options)
-    env = makers(make=options.pop("make", tally))
+    env = makers(make=tallies if options else tally)
     found = []
     for build in (make, partial(remote, per=per)):
         torch.manual_seed(3)
