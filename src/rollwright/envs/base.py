@@ -361,7 +361,9 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def _tensor_form(self) -> OwnTensors:
         """The environment on the tensors that it returns, where these have a batch; the same state."""
-        return OwnTensors(self, EnvBase, lambda td: self._step(td), lambda td, **kwargs: self._reset(td, **kwargs))
+        return OwnTensors(
+            self, EnvBase, lambda td: self._step(td), lambda td, **kwargs: self._reset(td, **kwargs), own=True
+        )
 
     # The exchange with _reset and _step, checked ---------------------------------------------------
 

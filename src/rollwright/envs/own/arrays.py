@@ -67,7 +67,7 @@ class OwnArrays(ArrayEnv):
     done_follows = False
 
     def __init__(self, env: EnvBase, known: type[EnvBase], step: Method, reset: Method) -> None:
-        refuse_more(env, known)
+        refuse_more(env, known, own=True)
         check_flags(env, lacks_truncated=True)
         if any(env.full_done_spec[key].shape != (*env.batch_size, 1) for key in env.done_keys):
             raise NotNative("its flags have another shape than [*batch_size, 1]")
@@ -104,7 +104,7 @@ class OwnArrays(ArrayEnv):
         """See :meth:`ArrayEnv.check`."""
         if any(now is not then for now, then in zip(specs_of(self._env), self._specs, strict=True)):
             raise NotNative("its specs have changed")
-        refuse_more(self._env, self._base)
+        refuse_more(self._env, self._base, own=True)
         check_flags(self._env, lacks_truncated=True)
 
     # Steps ------------------------------------------------------------------------------------

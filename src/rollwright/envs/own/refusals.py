@@ -22,17 +22,21 @@ def specs_of(env: EnvBase) -> tuple[Composite, ...]:
     return tuple(env.full_spec(name) for name in _SPECS)
 
 
-def refuse_more(env: EnvBase, known: type[EnvBase]) -> None:
-    """Test that an environment does no more than to step and to reset, as ``known`` does; EnvBase: by its own methods.
+def refuse_more(env: EnvBase, known: type[EnvBase], *, own: bool) -> None:
+    """Test that an environment does no more than to step and to reset.
+
+    Args:
+        env: the environment.
+        known: the class that steps such environments.
+        own: whether it does so by a ``_step`` and a ``_reset`` of its own, not by those of ``known``.
 
     Raises:
         NotNative: it does, or is one of this library's, whose classes step in other ways.
     """
-    is_own = known.__name__ == "EnvBase"
-    kinds = type(env).__mro__[: type(env).__mro__.index(known)] if is_own else ()
+    kinds = type(env).__mro__[: type(env).__mro__.index(known)] if own else ()
     if any(kind.__module__.startswith(_HERE) and not kind.__module__.startswith(_TESTING) for kind in kinds):
         raise NotNative(f"{type(env).__name__} speaks TensorDict")
-    refuse_overrides(env, known, but=("_step", "_reset") if is_own else ())
+    refuse_overrides(env, known, but=("_step", "_reset") if own else ())
     others = {
         "batch_locked=False": not env.batch_locked,
         "stand_ins": env.stand_ins,

@@ -52,6 +52,7 @@ class OwnTensors:
         after_step: called in place of ``reset`` where the ends of the step before are marked; None: ``reset`` is.
         is_live: see below; None: unless the class sets ``returns_copies``.
         goes_on: see below.
+        own: see :func:`refuse_more`.
         by_mask: see below; None: where the class says so, and on a device other than the CPU.
 
     Raises:
@@ -85,11 +86,13 @@ class OwnTensors:
         by_mask: bool | None = None,
         is_live: bool | None = None,
         goes_on: bool = True,
+        own: bool = False,
     ) -> None:
         if not env.ndim:
             raise NotNative("it is a single environment")
-        refuse_more(env, known)
+        refuse_more(env, known, own=own)
         self._env, self._known, self._step, self._begin, self._more = env, known, step, reset, check
+        self._own = own
         self._check_batch, self._after_step = check_batch, after_step or reset
         self.batch = env.batch_size
         self.td_device = env.device
@@ -147,7 +150,7 @@ class OwnTensors:
         self._more()
         if any(map(is_not, specs_of(self._env), self._specs)):
             raise NotNative("its specs have changed")
-        refuse_more(self._env, self._known)
+        refuse_more(self._env, self._known, own=self._own)
 
     # Steps ------------------------------------------------------------------------------------
 
