@@ -445,26 +445,24 @@ class TensorPath(Path):
             return
         rows = memory[IDS].movedim(time, 0)
         if self._late:
-            rows[:stop].copy_(self._late_ids(memory[("next", "done")].movedim(time, 0)[:stop]))
+            ended = memory[("next", "done")].movedim(time, 0)[:stop].cpu().numpy()
+            rows[:stop].copy_(torch.from_numpy(self._late_ids(ended)))
             return
         stops = [first for first, _ in self._changes[1:]] + [stop]
         for (first, ids), last in zip(self._changes, stops, strict=True):
             if max(first, begin) < min(last, stop):
                 rows[max(first, begin) : min(last, stop)].copy_(torch.from_numpy(ids))
 
-    def _late_ids(self, done: Tensor) -> Tensor:
+    def _late_ids(self, ended: NDArray[Any]) -> NDArray[Any]:
         """Trajectory ids of the batch, ``[T, *env]``, from its flags; those of the next step are noted.
 
         The k-th end of the batch, in the order of steps and then of environments, begins the trajectory with the k-th
         of the ids that are taken here.
         """
-        ended = done.reshape(len(done), self._number)
-        ends = ended.flatten().cumsum(0).reshape(ended.shape)
-        before = torch.from_numpy(self._ids.reshape(-1)).to(done.device)
-        latest = torch.where(ended, ends, 0).cummax(0).values  # number of the last end so far, 0: none
-        total = int(ends[-1, -1])
-        fresh = torch.from_numpy(np.array(self._pool.take(total))).to(done.device)
-        ids = torch.where(latest > 0, fresh[latest - 1] if total else before, before)
-        shape = (len(done), *self._batch)
-        self._ids = ids[-1].reshape(tuple(self._batch)).cpu().numpy().copy()
-        return torch.cat([before.unsqueeze(0), ids[:-1]]).reshape(shape)
+        ended, before = ended.reshape(len(ended), self._number), self._ids.reshape(-1)
+        ends = ended.cumsum().reshape(ended.shape)
+        latest = np.maximum.accumulate(np.where(ended, ends, 0))  # number of the last end so far, 0: none
+        taken = np.concatenate([[-1], self._pool.take(int(ends[-1, -1]))])
+        ids = np.concatenate([before[np.newaxis], np.where(latest > 0, taken[latest], before)])
+        self._ids = ids[-1].reshape(tuple(self._batch)).copy()
+        return ids[:-1].reshape(len(ended), *self._batch)
