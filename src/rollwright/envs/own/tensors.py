@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from rollwright._keys import NestedKey, key_str, leaf_keys, leaves, place, unravel
+from rollwright._keys import NestedKey, key_str, leaf_keys, place, unravel
 from rollwright.data.layout import DoneGroup
 from rollwright.data.specs import Composite, NonTensor, StackedComposite, TensorSpec
 from rollwright.data.unchecked import unchecked_td
@@ -110,7 +110,6 @@ class OwnTensors:
         self.nests: dict[str, torch.Size] = {
             key: size for spec in self._specs for key, size in _nests(spec, self.batch)
         }
-        self._is_flat = not any(type(key) is not str for key in (*self.entries, *self.rewards, *self.flags))
         self._off = torch.zeros((*self.batch, 1), dtype=torch.bool, device=self.device)
         self._dead: Tensor | None = None
         self._follows, self.goes_on = env.sets_own_flags, goes_on
@@ -308,14 +307,18 @@ class OwnTensors:
         """Entries of what a step or a reset returned; None: it is no TensorDict of the right batch sizes."""
         if type(outcome) is not TensorDict or outcome.batch_size != self.batch:
             return None
-        if self._is_flat:
-            return dict(outcome.items())
-        for key, nest in outcome.items(True):
-            if isinstance(nest, TensorDictBase) and (
-                type(nest) is not TensorDict or nest.batch_size != self.nests.get(_name(key), self.batch)
-            ):
-                return None
-        return leaves(outcome)
+        items: dict[NestedKey, Any] = {}
+        walked: list[tuple[tuple[str, ...], TensorDict]] = [((), outcome)]
+        for path, td in walked:  # which grows
+            for name, value in td.items():
+                if isinstance(value, TensorDictBase):
+                    size = self.nests.get(name, self.batch) if not path else self.batch
+                    if type(value) is not TensorDict or value.batch_size != size:
+                        return None
+                    walked.append(((*path, name), value))
+                else:
+                    items[(*path, name) if path else name] = value
+        return items
 
     def _take(self, items: Mapping[NestedKey, Any], forms: Mapping[NestedKey, TensorForm], out: Tensors) -> bool:
         """Write into ``out`` what ``forms`` announce; returns whether it is there, in that form."""
@@ -379,10 +382,6 @@ def _of_shape(value: Any, shape: torch.Size) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.reshape(shape) if value.numel() == shape.numel() else 0
-
-
-def _name(key: NestedKey) -> str:
-    return key if isinstance(key, str) else ".".join(key)
 
 
 def _nests(spec: Composite, batch: torch.Size) -> Sequence[tuple[str, torch.Size]]:
