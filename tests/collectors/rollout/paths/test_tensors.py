@@ -446,6 +446,26 @@ def test_random_actions_have_the_form_that_the_policy_writes():
     assert_equal_to_plain(Seeded, whole, init_random_frames=NUM * STEPS, reset_at_each_iter=True)
 
 
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_a_reset_that_returns_more_is_taken_in_on_tensordicts(by_mask):
+    class Tells(Arm):
+        resets_by_mask = by_mask
+
+        def _reset(self, tensordict=None, **kwargs):
+            out = super()._reset(tensordict, **kwargs)
+            return out if tensordict is None else out.set("told", torch.ones(self.num, 1))
+
+    found = []
+    for buffers in (None, False):
+        env = Tells()
+        options = {"frames_per_batch": NUM * STEPS, "total_frames": 2 * NUM * STEPS, "use_buffers": buffers}
+        with Collector(env, policy(env), **options) as collector:
+            found.append([batch.clone() for batch in collector])
+    for ours, theirs in zip(*found, strict=True):
+        for key in ("at", ("next", "at"), ("next", "done"), ("collector", "traj_ids")):
+            assert torch.equal(ours[key], theirs[key]), key
+
+
 def test_a_policy_of_an_environment_whose_ends_are_read_is_given_trajectory_ids():
     class Reading(Arm):
         resets_by_mask = False

@@ -125,8 +125,6 @@ class PlainPath(Path):
             self._frame, self._current = self._after(current, taken, taken.outcome)
         elif taken.marked is not None and taken.fresh is not None:
             self.take_reset(taken.marked, taken.fresh)
-            if self._has_ids:
-                self.replace_ids(taken.marked)
 
     def _after(
         self, current: TensorDictBase, taken: Taken, outcome: TensorDictBase

@@ -376,9 +376,12 @@ class TensorPath(Path):
 
     def _leave_after(self, t: int, ended: Tensor, found: UnfitOutcome) -> None:
         """Leave the batch after step ``t``, whose reset has returned what does not fit, to the plain path."""
-        taken = Taken(None, ended.reshape(tuple(self._batch)), found.outcome)
-        frames = self._frames(t + 1)
-        random = self._acting is self._random
+        frames, random = self._frames(t + 1), self._acting is self._random
+        taken = Taken(None)
+        if bool(ended.any()):  # else a reset by mask, of nothing
+            if self._tracks_ids and not self._late:
+                self.replace_ids(ended)
+            taken = Taken(None, ended.reshape(tuple(self._batch)), found.outcome)
         self._leave(frames, cast(TensorDictBase, self.current), None, {"env": str(found)}, random, taken)
 
     # The memory of a batch ------------------------------------------------------------------------------
