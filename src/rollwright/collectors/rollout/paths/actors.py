@@ -192,7 +192,7 @@ class TensorDictActor(Actor):
         device: of the current TensorDict.
         reads_ids: whether it is to be given the trajectory ids, which roots of arrays do not have.
         why: why the policy is not taken apart.
-        read: what becomes of a tensor that it writes.
+        read: makes an output of a tensor that it writes.
         compiles: whether it is still to be compiled where that is wanted.
     """
 

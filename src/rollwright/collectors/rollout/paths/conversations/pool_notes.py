@@ -19,7 +19,7 @@ __all__ = ["PoolNotes", "loaded_frames", "opening_of", "saved_frames"]
 
 
 class PoolNotes:
-    """Stands for the data of all environments of a pool: each is told later what was delivered of its own.
+    """Stands for the data of all environments of a pool: each learns later what was delivered of its own.
 
     The group of a conversation is that of its environment, times the number of environments, plus the index of the
     environment.
