@@ -3,7 +3,8 @@
 An ``EnvBase`` whose observations are flat, one with two agents below a name, and a gymnasium ``VectorEnv`` of tensors
 that resets by itself. The loop by hand calls ``_step`` and ``_reset`` with a mask at each step (``step`` of the vector
 environment), reads nothing, and writes what our batches hold: observations before and after, actions, rewards, flags,
-trajectory ids. On the CPU, one thread; rates are frames per second of processor time.
+trajectory ids. On the CPU, one thread; rates are frames per second of processor time. With ``--device cuda`` all of it
+is on a GPU, and rates are frames per second, with all work of the GPU waited for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,6 +40,7 @@ class Case(NamedTuple):
 
     kind: str
     num: int
+    device: str = "cpu"
 
 
 class Arms(EnvBase):
@@ -45,31 +48,32 @@ class Arms(EnvBase):
 
     resets_by_mask = True
 
-    def __init__(self, num: int, agents: bool) -> None:
-        super().__init__(batch_size=[num])
+    def __init__(self, num: int, agents: bool, device: str = "cpu") -> None:
+        super().__init__(batch_size=[num], device=device)
         self.num, self.agents = num, agents
-        seen, act = Unbounded((num, 8)), Unbounded((num, 2))
+        seen, act = Unbounded((num, 8), device=device), Unbounded((num, 2), device=device)
         if agents:
             self.observation_spec = Composite(agents=Composite(observation=seen, shape=[num]), shape=[num])
             self.action_spec = Composite(agents=Composite(action=act, shape=[num]), shape=[num])
         else:
             self.observation_spec = Composite(observation=seen, shape=[num])
             self.action_spec = act
-        self.reward_spec = Unbounded((num, 1))
+        self.reward_spec = Unbounded((num, 1), device=device)
         self.add_truncated_keys()
-        self.state, self.count = torch.zeros(num, 8), torch.zeros(num, 1, dtype=torch.int64)
-        self.limit = torch.randint(20, 200, (num, 1), generator=torch.Generator().manual_seed(0))
+        self.state = torch.zeros(num, 8, device=device)
+        self.count = torch.zeros(num, 1, dtype=torch.int64, device=device)
+        self.limit = torch.randint(20, 200, (num, 1), generator=torch.Generator().manual_seed(0)).to(device)
 
     def _seen(self, **more: Tensor) -> TensorDict:
         seen: dict[str, Any] = {"observation": self.state}
         if self.agents:
-            seen = {"agents": TensorDict(seen, [self.num])}
-        return TensorDict({**seen, **more}, [self.num])
+            seen = {"agents": TensorDict(seen, [self.num], device=self.device)}
+        return TensorDict({**seen, **more}, [self.num], device=self.device)
 
     def _reset(self, tensordict: Any = None, **kwargs: Any) -> TensorDict:
         marks = None if tensordict is None else tensordict.get("_reset", None)
         if marks is None:
-            marks = torch.ones(self.num, 1, dtype=torch.bool)
+            marks = torch.ones(self.num, 1, dtype=torch.bool, device=self.device)
         self.state = torch.where(marks, torch.rand_like(self.state), self.state)
         self.count = torch.where(marks, 0, self.count)
         return self._seen()
@@ -91,8 +95,8 @@ class ArmsVector(VectorEnv[Any, Any, Any]):
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
-    def __init__(self, num: int) -> None:
-        self.num_envs, self.arms = num, Arms(num, agents=False)
+    def __init__(self, num: int, device: str = "cpu") -> None:
+        self.num_envs, self.arms = num, Arms(num, False, device)
         self.single_observation_space = spaces.Box(-np.inf, np.inf, (8,), np.float32)
         self.single_action_space = spaces.Box(-1, 1, (2,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, num)
@@ -123,12 +127,12 @@ class ByHand:
     """
 
     def __init__(self, case: Case, steps: int) -> None:
-        self.case, self.steps, self.net = case, steps, make_net()
-        num = case.num
-        self.env: Any = ArmsVector(num) if case.kind == "vector" else Arms(num, case.kind == "agents")
+        self.case, self.steps, self.net = case, steps, make_net().to(case.device)
+        num, device = case.num, case.device
+        self.env: Any = ArmsVector(num, device) if case.kind == "vector" else Arms(num, case.kind == "agents", device)
         first: Any = self.env.reset()[0] if case.kind == "vector" else self.env._reset()
         self.seen = self._observed(first)
-        self.ids, self.next_id = torch.arange(num), torch.tensor(num)
+        self.ids, self.next_id = torch.arange(num, device=device), torch.tensor(num, device=device)
         self.batch: dict[str, Tensor] = {}
 
     def _observed(self, out: Any) -> Tensor:
@@ -157,12 +161,13 @@ class ByHand:
     def collect(self) -> int:
         """A batch; returns its number of frames."""
         num, steps = self.case.num, self.steps
-        batch = {"seen": torch.empty(num, steps, 8), "action": torch.empty(num, steps, 2)}
-        batch.update({"next": torch.empty(num, steps, 8), "reward": torch.empty(num, steps, 1)})
+        on: Any = {"device": self.case.device}
+        batch = {"seen": torch.empty(num, steps, 8, **on), "action": torch.empty(num, steps, 2, **on)}
+        batch.update({"next": torch.empty(num, steps, 8, **on), "reward": torch.empty(num, steps, 1, **on)})
         for flag in ("terminated", "truncated", "done"):
-            batch[flag] = torch.empty(num, steps, 1, dtype=torch.bool)
-            batch["root " + flag] = torch.zeros(num, steps, 1, dtype=torch.bool)
-        batch["ids"] = torch.empty(num, steps, dtype=torch.int64)
+            batch[flag] = torch.empty(num, steps, 1, dtype=torch.bool, **on)
+            batch["root " + flag] = torch.zeros(num, steps, 1, dtype=torch.bool, **on)
+        batch["ids"] = torch.empty(num, steps, dtype=torch.int64, **on)
         for t in range(steps):
             action = self.net(self.seen)
             batch["seen"][:, t], batch["action"][:, t], batch["ids"][:, t] = self.seen, action, self.ids
@@ -187,9 +192,12 @@ class Ours:
 
     def _make(self, case: Case, frames: int) -> Collector:
         key, act = "observation", "action"
-        env: Any = GymWrapper(ArmsVector(case.num)) if case.kind == "vector" else Arms(case.num, case.kind == "agents")
+        if case.kind == "vector":
+            env: Any = GymWrapper(ArmsVector(case.num, case.device), device=case.device)
+        else:
+            env = Arms(case.num, case.kind == "agents", case.device)
         keys: Any = (("agents", key), ("agents", act)) if case.kind == "agents" else (key, act)
-        policy = TensorDictModule(make_net(), [keys[0]], [keys[1]])
+        policy = TensorDictModule(make_net().to(case.device), [keys[0]], [keys[1]])
         return Collector(env, policy, frames_per_batch=frames, total_frames=-1)
 
     def collect(self) -> int:
@@ -207,12 +215,21 @@ class Ours:
         self._collector.shutdown()
 
 
-def processor_rate(collect: Callable[[], int], seconds: float) -> float:
-    """Frames per second of processor time, over at least so many seconds."""
-    taken, begun = 0, time.process_time()
-    while not taken or time.process_time() - begun < seconds:
+def seconds_on(device: str) -> float:
+    """Of processor time on the CPU; on a GPU of time, all of its work waited for."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def rate_of(collect: Callable[[], int], seconds: float, device: str) -> float:
+    """Frames per second, over at least so many seconds."""
+    clock = partial(seconds_on, device)
+    taken, begun = 0, clock()
+    while not taken or clock() - begun < seconds:
         taken += collect()
-    return taken / (time.process_time() - begun)
+    return taken / (clock() - begun)
 
 
 def measure(case: Case, rounds: int, seconds: float) -> tuple[dict[str, list[float]], str]:
@@ -224,8 +241,8 @@ def measure(case: Case, rounds: int, seconds: float) -> tuple[dict[str, list[flo
         ours.collect()
     try:
         sides = {
-            "by hand": lambda: processor_rate(hand.collect, seconds),
-            "ours": lambda: processor_rate(ours.collect, seconds),
+            "by hand": lambda: rate_of(hand.collect, seconds, case.device),
+            "ours": lambda: rate_of(ours.collect, seconds, case.device),
         }
         return alternate(sides, rounds), ours.how
     finally:
@@ -244,21 +261,23 @@ def main(argv: list[str] | None = None) -> None:
     add("--rounds", type=int, default=15)
     add("--seconds", type=float, default=0.3, help="of each side in each round, at least")
     add("--quick", action="store_true", help="see that everything runs: 1 round of 10 ms")
+    add("--device", default="cpu", help="of environments, policy and batches")
     add("--out", type=Path, default=report.RESULTS, metavar="DIR")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.rounds, arguments.seconds = 1, 0.01
     torch.set_num_threads(1)
+    of, name = ("processor time", "tensors.md") if arguments.device == "cpu" else ("time", "tensors_gpu.md")
     rows = []
-    for case in [Case(kind, num) for kind in KINDS for num in SIZES]:
+    for case in [Case(kind, num, arguments.device) for kind in KINDS for num in SIZES]:
         rows.append(row_of(case, *measure(case, arguments.rounds, arguments.seconds)))
         print(rows[-1], flush=True)
     report.write(
         arguments.out,
-        "tensors.md",
+        name,
         "Environments that are one tensor",
-        f"Frames per second of processor time, medians of {arguments.rounds} rounds of {arguments.seconds:g} s in "
-        "turns on one thread of the CPU; the ratio is that of single rounds, with quartiles.",
+        f"Frames per second of {of}, medians of {arguments.rounds} rounds of {arguments.seconds:g} s in "
+        f"turns, on {arguments.device}, one thread; the ratio is that of single rounds, with quartiles.",
         report.markdown_table(("environment", "number", "by hand", "ours", "ratio", "", "steps"), rows),
     )
 

@@ -134,14 +134,14 @@ class Cubes(VectorEnv):
 
     resets_by_mask = True
 
-    def __init__(self, mode, tells_last=True):
+    def __init__(self, mode, tells_last=True, device=None):
         self.num_envs, self.mode, self.tells_last = NUM, mode, tells_last
         self.metadata = {"autoreset_mode": mode}
         self.single_observation_space = spaces.Dict({"at": spaces.Box(-np.inf, np.inf, (3,), np.float32)})
         self.single_action_space = spaces.Box(-1, 1, (3,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, NUM)
         self.action_space = batch_space(self.single_action_space, NUM)
-        self.arm = Arm()
+        self.arm = Arm(device=device)
 
     def reset(self, *, seed=None, options=None):
         marks = (options or {}).get("reset_mask")
@@ -162,9 +162,9 @@ ENVS = {
     "agents": Agents,
     "teams": Teams,
     "live": Live,
-    "transforms": lambda: TransformedEnv(Agents(), RewardSum(in_keys=[("agents", "reward")])),
-    "resets itself": lambda: GymWrapper(Cubes(AutoresetMode.SAME_STEP)),
-    "is reset": lambda: GymWrapper(Cubes(AutoresetMode.DISABLED)),
+    "transforms": lambda device=None: TransformedEnv(Agents(device=device), RewardSum(in_keys=[("agents", "reward")])),
+    "resets itself": lambda device=None: GymWrapper(Cubes(AutoresetMode.SAME_STEP, device=device), device=device),
+    "is reset": lambda device=None: GymWrapper(Cubes(AutoresetMode.DISABLED, device=device), device=device),
 }
 
 
@@ -204,10 +204,10 @@ def steps_of(collector, count):
     return rollout.path
 
 
-def made(name, **options):
-    env = ENVS[name]()
+def made(name, device=None, **options):
+    env = ENVS[name](device=device)
     options = {"frames_per_batch": NUM * STEPS, "total_frames": -1, **options}
-    return Collector(env, policy(env), **options)
+    return Collector(env, policy(env, device), **options)
 
 
 @pytest.mark.parametrize("name", ENVS)
@@ -379,6 +379,40 @@ def test_steps_are_taken_on_a_device_that_holds_no_numbers():
         assert collector.stats()["paths"]["env"] == "native: tensors"
         path = steps_of(collector, STEPS)
         assert path.current["agents", "at"].device.type == "meta"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ENVS)
+def test_the_host_waits_for_nothing_of_a_gpu_in_a_step(name):
+    with made(name, "cuda") as collector, torch.no_grad():
+        collector.next()
+        assert collector.stats()["paths"]["env"] == "native: tensors"
+        path = steps_of(collector, 2)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for t in range(2, STEPS):
+                for part in (path.act, path.step, path.record, path.follow):
+                    part(t)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        batch = path.finish(STEPS)
+        assert batch.device == collector.env.device
+        assert bool(batch["next", "done"].sum() > NUM)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, {"storing_device": "cpu"}, {"cudagraph_policy": True}], ids=str)
+@pytest.mark.parametrize("name", ENVS)
+def test_a_gpu_gives_the_frames_of_the_cpu(name, options):
+    found = []
+    for device in (None, "cuda"):
+        more = options if device else {}
+        with made(name, device, total_frames=3 * NUM * STEPS, **more) as collector:
+            found.append([batch.cpu().clone() for batch in collector])
+    for ours, theirs in zip(*found, strict=True):
+        assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+        for key in ours.keys(True, True):
+            torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3, atol=1e-4)
 
 
 class Dead(Arm):
