@@ -382,14 +382,15 @@ def test_steps_are_taken_on_a_device_that_holds_no_numbers():
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", ENVS)
 def test_the_host_waits_for_nothing_of_a_gpu_in_a_step(name):
     with made(name, "cuda") as collector, torch.no_grad():
         collector.next()
         assert collector.stats()["paths"]["env"] == "native: tensors"
         path = steps_of(collector, 2)
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             for t in range(2, STEPS):
                 for part in (path.act, path.step, path.record, path.follow):
                     part(t)
