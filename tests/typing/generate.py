@@ -144,9 +144,7 @@ from rollwright._keys import NestedKey
 
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers import Sampler, SampleToInsertRatio, Storage, Writer
-    from rollwright.data.replay_buffers.buffer import Transform
-
-__all__ = ["BufferKeywords", "CommonBufferKeywords", "CommonSliceKeywords", "SliceKeywords"]
+    from rollwright.data.replay_buffers._arguments import Transform
 """
     for name, options, own, about in (
         ("Buffer", buffer, "sampler", "``ReplayBuffer``"),

@@ -19,17 +19,6 @@ from rollwright._keys import NestedKey, as_tuple, leaf_keys, leaves, without
 from rollwright._warnings import warn_user
 from rollwright.data.layout import TRAJ_IDS
 
-__all__ = [
-    "BOUNDARY",
-    "BoundaryKeeper",
-    "Table",
-    "is_table",
-    "join_tables",
-    "put_table",
-    "restore_next",
-    "without_table",
-]
-
 BOUNDARY, _ROWS, _TIME = ("collector", "boundary"), ("collector", "boundaries"), "_time"
 
 

@@ -14,8 +14,6 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright.errors import DamagedFileError
 
-__all__ = ["load_mapped", "load_saved", "named", "pickles_in", "save"]
-
 _PICKLES = (".pickle", ".pkl")  # tensordict writes objects that JSON does not know to such files
 
 

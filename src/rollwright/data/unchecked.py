@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-__all__ = ["unchecked_td"]
-
 _ROOT = torch.Size([])
 
 

@@ -16,8 +16,6 @@ from rollwright.data.datasets.ragged_rows import read_frames
 from rollwright.data.loading import load_mapped, named, pickles_in
 from rollwright.errors import DamagedFileError
 
-__all__ = ["check_target", "describe_dataset", "load_dataset", "remove_dataset", "write_description"]
-
 FORMAT, VERSION, DESCRIPTION = "rollwright.dataset", 1, "dataset.json"
 RAGGED_VERSION = 2  # of datasets of ragged frames, which earlier versions of rollwright do not read
 FRAMES, COMPACT, ROWS = "frames", "frames-compact", "rows"  # the folders that a dataset's frames may lie in

@@ -14,8 +14,6 @@ from rollwright._keys import as_tuple
 from rollwright.data.layout import DONE, TERMINATED, TRAJ_IDS, TRUNCATED, DoneGroup, done_groups
 from rollwright.data.layout.runs import find_mask
 
-__all__ = ["EpisodeScan", "Episodes", "FrameColumns", "Totals", "episodes_of"]
-
 _CHUNK = 1_000_000  # frames read at once from data that may be larger than memory
 
 

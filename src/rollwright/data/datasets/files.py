@@ -10,8 +10,6 @@ from typing import BinaryIO
 
 from rollwright.data.loading import named
 
-__all__ = ["INDEX_FILE", "ROWS_FILE", "copy_bytes", "remove_frames", "write_all"]
-
 ROWS_FILE, INDEX_FILE = "frames.rows", "frames.index"
 _COPY_BYTES = 1 << 23
 

@@ -15,8 +15,6 @@ from rollwright.data.datasets.files import INDEX_FILE, ROWS_FILE, write_all
 from rollwright.data.encoding import Decoder, DecodingError, encode
 from rollwright.errors import DamagedFileError
 
-__all__ = ["FrameRows", "read_frames"]
-
 _NUMBERS = 3  # of a frame in the index, int64: where its row begins, its length, its checksum (CRC-32)
 
 

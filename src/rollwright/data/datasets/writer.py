@@ -33,8 +33,6 @@ from rollwright.data.datasets.episodes import EpisodeScan, FrameColumns, Totals
 from rollwright.data.datasets.files import copy_bytes, remove_frames, write_all
 from rollwright.data.datasets.ragged_rows import FrameRows
 
-__all__ = ["DatasetWriter"]
-
 _LAYOUT = (
     "A memory-mapped TensorDict in the folder 'data', time last. Each environment's frames lie in order of time; "
     "trajectories are told apart by collector.traj_ids and end where next.done is true. Only the first 'steps' "

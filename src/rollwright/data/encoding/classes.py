@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 from tensordict import is_tensorclass
 
-__all__ = ["class_at", "path_of", "register_tensorclass"]
-
 C = TypeVar("C", bound=type)
 
 # Classes of this library, imported when one is read for the first time. No other module is imported for a name.

@@ -31,8 +31,6 @@ from rollwright.data.encoding.layout import (
 from rollwright.data.encoding.objects import load_object
 from rollwright.data.unchecked import unchecked_td
 
-__all__ = ["Decoder", "DecodingError", "length_of", "write_length"]
-
 _MOST_PLANS = 4096
 _LENGTH = struct.Struct("<2q")
 _DEEPEST = 100

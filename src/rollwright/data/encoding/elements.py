@@ -29,8 +29,6 @@ from rollwright.data.encoding.layout import (
 )
 from rollwright.data.encoding.objects import NotJSONError, dump_object
 
-__all__ = ["Encoded", "encode"]
-
 _MOST_SCHEMAS = 4096
 _NAMES = {dtype: (name, bits) for name, (dtype, bits) in DTYPES.items()}
 _schemas: dict[Any, bytes] = {}  # by nested tuples: to make the JSON is most of the cost of a small element

@@ -30,8 +30,6 @@ import struct
 
 import torch
 
-__all__ = ["ALIGNMENT", "CLASS", "DTYPES", "ENTRIES", "HEAD", "MARK", "OBJECT", "OBJECTS", "STACK", "TENSOR", "TEXT"]
-
 MARK = 0x5257_454C_0001_0000  # changes with the layout
 HEAD = struct.Struct("<4q")
 ALIGNMENT = 8

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["NotJSONError", "dump_object", "load_object"]
-
 _TUPLE = "\0tuple"  # key of a dictionary that stands for a tuple, which JSON does not have
 _DEEPEST = 100
 

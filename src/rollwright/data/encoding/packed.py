@@ -12,8 +12,6 @@ import torch
 from rollwright.data.encoding.decoding import Decoder, DecodingError
 from rollwright.errors import DamagedFileError
 
-__all__ = ["PackedRows", "pack_rows"]
-
 _FORMAT = "rollwright.elements.1"
 
 

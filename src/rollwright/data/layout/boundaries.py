@@ -11,26 +11,6 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._tensors import device_of
 
-__all__ = [
-    "DONE",
-    "IS_INIT",
-    "MASK",
-    "NEXT_DONE",
-    "NEXT_TERMINATED",
-    "NEXT_TRUNCATED",
-    "RESET",
-    "TERMINATED",
-    "TRAJ_IDS",
-    "TRUNCATED",
-    "DoneGroup",
-    "any_below",
-    "complete_done",
-    "deciding_groups",
-    "done_groups",
-    "end_of_trajectory",
-    "mark_truncated",
-]
-
 # As an environment names them, below "next" and at the root.
 DONE, TERMINATED, TRUNCATED, RESET = "done", "terminated", "truncated", "_reset"
 # As a batch holds them; rollwright.data.layout says what they mean.

@@ -19,8 +19,6 @@ from tensordict import (
 from rollwright._keys import NestedKey, unravel
 from rollwright.data.layout.boundaries import TRAJ_IDS
 
-__all__ = ["blank_frame", "is_dense", "stack_frames"]
-
 _EMPTY = (str, bytes, bool, int, float, list, tuple, dict, set)
 
 

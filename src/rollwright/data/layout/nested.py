@@ -10,8 +10,6 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright.data.layout.frames import blank_frame, is_dense, stack_frames
 
-__all__ = ["NestedTrajectories"]
-
 _FORMS = ("as_list", "as_padded_tensor", "as_nested_tensor")
 Offsets = dict[tuple[torch.device, tuple[int, ...]], torch.Tensor]
 

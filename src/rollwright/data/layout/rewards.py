@@ -9,8 +9,6 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey
 
-__all__ = ["summed_reward", "take_token_rewards"]
-
 
 def summed_reward(td: TensorDictBase, key: NestedKey, ndim: int) -> torch.Tensor:
     """The reward of each step: where a row has one number for each of its tokens, their sum.

@@ -20,8 +20,6 @@ from rollwright.data.layout.boundaries import (
     end_of_trajectory,
 )
 
-__all__ = ["Runs", "check_rows", "find_ends", "find_mask", "last_steps", "mask_of", "place_of", "trajectory_runs"]
-
 
 class Runs(NamedTuple):
     """Runs of frames in a batch ``[*env, T]``, in order of environments, then of time.

@@ -15,8 +15,6 @@ from rollwright.data.layout.nested import NestedTrajectories
 from rollwright.data.layout.runs import check_rows, find_mask, mask_of, place_of, trajectory_runs
 from rollwright.data.layout.views import Trajectories
 
-__all__ = ["join_trajectories", "pad_trajectories", "split_trajectories"]
-
 
 def split_trajectories(
     rollout_tensordict: TensorDictBase,

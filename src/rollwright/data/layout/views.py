@@ -12,8 +12,6 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey
 from rollwright.data.layout.runs import Runs, trajectory_runs
 
-__all__ = ["Trajectories", "trajectories"]
-
 
 class Trajectories(Sequence[TensorDictBase]):
     """The trajectories of a batch: a sequence of views ``[length]``, made when they are asked for.

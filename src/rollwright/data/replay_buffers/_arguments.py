@@ -19,26 +19,6 @@ from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT
 from rollwright.data.replay_buffers.storages import structures
 from rollwright.data.replay_buffers.storages.batches import positive
 
-__all__ = [
-    "Transform",
-    "check_given",
-    "checked_transform",
-    "Inverted",
-    "applied",
-    "changed",
-    "check_names",
-    "consuming",
-    "dimension",
-    "ends_slices",
-    "entry_of",
-    "inverse_of",
-    "inverted",
-    "made",
-    "parts_of",
-    "stacked",
-    "with_info",
-]
-
 Transform = Callable[[Any], Any]
 _EXAMPLES = {"Storage": "LazyTensorStorage(size)", "Sampler": "RandomSampler()", "Writer": "RoundRobinWriter()"}
 _PLACE = "_place"  # of elements in a batch, while a transform leaves some out

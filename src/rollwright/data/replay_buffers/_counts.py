@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Counts"]
-
 
 class Counts(NamedTuple):
     """Counters of a buffer that its limiter reads.

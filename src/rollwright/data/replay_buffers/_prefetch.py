@@ -13,8 +13,6 @@ import torch
 
 from rollwright._processes.forks import on_fork
 
-__all__ = ["Prefetcher", "Ticket"]
-
 T = TypeVar("T")
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from rollwright._processes.forks import on_fork
 
-__all__ = ["ProgressCondition"]
-
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.2e-3, 10e-3
 _PREFETCHERS = "rollwright-prefetch"  # threads that draw only what was asked for
 

@@ -51,8 +51,6 @@ from rollwright.data.replay_buffers.storages.lists import ListStorage
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
 
-__all__ = ["ReplayBuffer", "Transform"]
-
 _SERVICE = "rollwright.data.replay_buffers.service.buffer"
 
 

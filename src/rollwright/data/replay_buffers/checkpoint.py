@@ -18,8 +18,6 @@ from rollwright.errors import DamagedFileError
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.buffer import ReplayBuffer
 
-__all__ = ["dump", "read", "restore", "state_of"]
-
 
 def state_of(buffer: ReplayBuffer, *, with_elements: bool) -> dict[str, Any]:
     """The state of a buffer's parts, all at one time, whatever others write and draw meanwhile.

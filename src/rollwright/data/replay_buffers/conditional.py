@@ -16,8 +16,6 @@ from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.entries import flat_entries
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 
-__all__ = ["ConditionalUpdateResult", "still_there", "update_if_present"]
-
 Index = NDArray[np.int64]
 
 

@@ -28,8 +28,6 @@ from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.storages.batches import positive
 
-__all__ = ["ReplayBufferEnsemble"]
-
 _LIMITER_FILE, _MEMBERS_FILE = "limiter.pt", "members.pt"
 
 

@@ -25,8 +25,6 @@ from rollwright.data.replay_buffers.storages.rows import RowStorage
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.keywords import BufferKeywords
 
-__all__ = ["HERReplayBuffer", "HindsightStrategy"]
-
 Index = NDArray[np.int64]
 
 

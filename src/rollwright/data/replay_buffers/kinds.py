@@ -22,8 +22,6 @@ from rollwright.data.replay_buffers.storages.structures import is_a_class, is_st
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.keywords import BufferKeywords, CommonBufferKeywords
 
-__all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer"]
-
 
 @with_options(ReplayBuffer)
 class TensorDictReplayBuffer(ReplayBuffer):

@@ -12,8 +12,6 @@ from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers._progress import ProgressCondition
 from rollwright.data.replay_buffers.storages.batches import positive
 
-__all__ = ["SampleToInsertRatio"]
-
 T = TypeVar("T")
 
 

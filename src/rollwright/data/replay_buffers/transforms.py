@@ -15,8 +15,6 @@ from rollwright._tensors import device_of
 from rollwright._warnings import warn_user
 from rollwright.data.layout import IS_INIT, MASK, NEXT_DONE, TRAJ_IDS
 
-__all__ = ["NextStateReconstructor", "PolicyAgeFilter"]
-
 
 class PolicyAgeFilter(nn.Module):
     """Leaves out what policies acted that are too old, when it is written and when it is drawn.

@@ -12,8 +12,6 @@ import torch
 from rollwright._keys import NestedKey
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, star_size
 
-__all__ = ["TensorSpec", "implements"]
-
 
 class TensorSpec(abc.ABC):
     """Describes the tensors that an environment or a policy exchanges: shape, dtype, device, domain.

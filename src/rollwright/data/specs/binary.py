@@ -11,8 +11,6 @@ from rollwright.data.specs.leaf import DenseSpec
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike
 from rollwright.data.specs.spaces import OutcomeSpace
 
-__all__ = ["Binary"]
-
 
 class Binary(DenseSpec):
     """Zeros and ones, each element free of the others.

@@ -26,8 +26,6 @@ from rollwright.data.specs.nontensor import NonTensor
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_device, as_size, index_shape
 from rollwright.errors import SpecError
 
-__all__ = ["Composite"]
-
 
 class Composite(SpecMapping):
     """Specs under nested keys; its samples are TensorDicts.

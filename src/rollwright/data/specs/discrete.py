@@ -16,19 +16,6 @@ from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
 from rollwright.data.specs.spaces import OutcomeSpace
 from rollwright.errors import SpecError
 
-__all__ = [
-    "Categorical",
-    "DiscreteSpec",
-    "MaskOf",
-    "OneHot",
-    "SingleChoice",
-    "check_capacity",
-    "choices",
-    "draw",
-    "one_hot",
-    "to_outcomes",
-]
-
 
 class DiscreteSpec(DenseSpec):
     """Base class of Categorical, OneHot and their Multi forms: masks and the two encodings.

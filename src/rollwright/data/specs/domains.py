@@ -11,8 +11,6 @@ from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.numeric import Bounded, Unbounded
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike
 
-__all__ = ["BoundedContinuous", "BoundedDiscrete", "UnboundedContinuous", "UnboundedDiscrete"]
-
 S = TypeVar("S", bound=TensorSpec)
 
 

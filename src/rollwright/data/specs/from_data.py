@@ -13,8 +13,6 @@ from rollwright.data.specs.nontensor import NonTensor
 from rollwright.data.specs.numeric import Unbounded
 from rollwright.data.specs.stacks.stack import stack
 
-__all__ = ["make_composite_from_td"]
-
 
 def make_composite_from_td(data: Any, *, unsqueeze_null_shapes: bool = True, dynamic_shape: bool = False) -> Composite:
     """The Composite of data of which one example is there: shapes, dtypes and devices, without bounds.

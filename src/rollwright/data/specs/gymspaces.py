@@ -19,8 +19,6 @@ from rollwright.data.specs.nontensor import NonTensor
 from rollwright.data.specs.numeric import Bounded, Unbounded
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
 
-__all__ = ["from_gym_space", "numpy_dtype", "to_gym_space", "to_gym_value", "torch_dtype"]
-
 Space = gym_spaces.Space[Any]
 
 # torch has few operations on these: the next signed dtype that holds their numbers.

@@ -16,8 +16,6 @@ from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_device, as_size, index_leading, index_shape
 from rollwright.errors import SpecError
 
-__all__ = ["DenseSpec", "LeafSpec"]
-
 
 class LeafSpec(TensorSpec):
     """A spec of one entry.

@@ -9,8 +9,6 @@ from typing import Any, Self
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.data.specs.base import TensorSpec
 
-__all__ = ["MISSING", "SpecMapping", "converted", "converts", "is_key"]
-
 MISSING: Any = object()
 
 _foreign: list[tuple[Callable[[Any], bool], Callable[[Any], TensorSpec]]] = []

@@ -13,8 +13,6 @@ from rollwright.data.specs.discrete import DiscreteSpec, OneHot, check_capacity,
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
 from rollwright.data.specs.spaces import OutcomeSpaces
 
-__all__ = ["MultiCategorical", "MultiOneHot"]
-
 
 class MultiCategorical(DiscreteSpec):
     """Several choices as numbers: element ``i`` lies between 0 and ``nvec[i] - 1``.

@@ -14,8 +14,6 @@ from rollwright.data.specs.leaf import LeafSpec
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_device, as_size
 from rollwright.errors import SpecError
 
-__all__ = ["NonTensor"]
-
 
 class NonTensor(LeafSpec):
     """Strings and other objects that no tensor holds.

@@ -11,8 +11,6 @@ from rollwright.data.specs.leaf import DenseSpec
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
 from rollwright.data.specs.spaces import IntervalSpace
 
-__all__ = ["Bounded", "Unbounded"]
-
 
 class _Numbers(DenseSpec):
     """Base class of Bounded and Unbounded."""

@@ -8,19 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "DeviceLike",
-    "ShapeLike",
-    "as_device",
-    "as_size",
-    "full_index",
-    "index_leading",
-    "index_shape",
-    "known_device",
-    "star_size",
-    "usable_device",
-]
-
 DeviceLike = torch.device | str | int | None
 ShapeLike = Iterable[int] | int | None
 

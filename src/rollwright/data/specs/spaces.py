@@ -10,8 +10,6 @@ from torch import Tensor
 
 from rollwright.data.specs.shapes import DeviceLike
 
-__all__ = ["BitSpace", "IntervalSpace", "OutcomeSpace", "OutcomeSpaces", "Space"]
-
 
 class Space(abc.ABC):
     """What ``spec.space`` can be: an :class:`IntervalSpace`, an :class:`OutcomeSpace` or :class:`OutcomeSpaces`."""

@@ -21,8 +21,6 @@ from rollwright.data.specs.stacks.stacked import Stacked
 from rollwright.data.specs.stacks.stackedcomposite import StackedComposite
 from rollwright.errors import SpecError, require
 
-__all__ = ["from_torchrl", "register_as_torchrl", "to_torchrl"]
-
 
 def from_torchrl(spec: Any) -> Any:
     """A spec of TorchRL as one of this library; masks are copied.

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from rollwright.data.replay_buffers.ledger import layout
 from rollwright.data.replay_buffers.ledger.ledger import Ledger
 
-__all__ = ["wrong_in"]
-
 _COUNTERS = {
     "capacity": layout.CAPACITY,
     "issued": layout.ISSUED,

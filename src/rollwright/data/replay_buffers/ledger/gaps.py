@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 
 from rollwright.data.replay_buffers.ledger.layout import GAP, GAPS, LOST, NUM_GAPS, OLDEST_GAP, STOP
 
-__all__ = ["NO_GAPS", "Gaps"]
-
 NO_GAPS = np.zeros((0, 2), np.int64)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["me"]
-
 
 def _new() -> int:
     return int.from_bytes(os.urandom(7), "little")

@@ -37,8 +37,6 @@ from rollwright.data.replay_buffers.ledger.locks import RowLock
 from rollwright.data.replay_buffers.ledger.reservations import Reservation, Reservations
 from rollwright.data.replay_buffers.ledger.space import Space
 
-__all__ = ["Ledger", "Reservation", "Room", "Span"]
-
 _NAP_S = 0.5e-3
 _MOST_PASSED = 1 << 32  # at a clear(): positions are int64, and there may be many
 

@@ -14,8 +14,6 @@ from rollwright._memory import Segment
 from rollwright._processes.file_locks import FileLocks
 from rollwright._processes.forks import on_fork
 
-__all__ = ["RowLock"]
-
 _LONGEST_WAIT_S = 0.1
 _FIRST_NAP_S, _LONGEST_NAP_S, _LONGEST_NAP_AT_GATE_S = 20e-6, 1e-3, 0.2e-3
 _MAIN, _FIRST_SLOT = 0, 1

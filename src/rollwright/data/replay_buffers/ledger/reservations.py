@@ -25,8 +25,6 @@ from rollwright.data.replay_buffers.ledger.layout import (
 )
 from rollwright.data.replay_buffers.ledger.locks import RowLock
 
-__all__ = ["Reservation", "Reservations"]
-
 
 class Reservation(NamedTuple):
     """Positions ``start <= p < stop`` that nobody reads until they are published."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from rollwright._memory import Layout, Segment
 
-__all__ = ["Space"]
-
 _AHEAD_BYTES, _LEAST_BYTES = 16 << 20, 1 << 16
 _TAKEN, _DEVICE, _INODE = range(3)
 

@@ -17,17 +17,6 @@ from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
 
-__all__ = [
-    "Draw",
-    "InPasses",
-    "RandomSampler",
-    "Sampler",
-    "SamplerWithoutReplacement",
-    "Slices",
-    "draw_and_read",
-    "mark_rest",
-]
-
 Index = NDArray[np.int64]
 GENERATION = "index_generation"
 _OTHER_SAMPLER = "Load it into a buffer with the sampler that it was saved with, then call set_sampler()."

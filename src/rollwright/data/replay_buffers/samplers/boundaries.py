@@ -15,8 +15,6 @@ from rollwright.data.replay_buffers.ledger.ledger import Span
 from rollwright.data.replay_buffers.samplers.runs import Grid, RunIndex
 from rollwright.data.replay_buffers.storages.base import Storage
 
-__all__ = ["Boundaries"]
-
 TRAJ_KEYS: tuple[NestedKey, ...] = (TRAJ_IDS, "episode")  # tried in this order
 _MULTISTEP = "steps_to_next_obs"  # an entry of data that MultiStep rewrote
 _CHUNK = 1 << 18  # elements to take in at a time

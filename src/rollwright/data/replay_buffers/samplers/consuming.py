@@ -13,8 +13,6 @@ from rollwright.data.replay_buffers.samplers.base import Draw, Sampler
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
 
-__all__ = ["ConsumingSampler"]
-
 Index = NDArray[np.int64]
 
 

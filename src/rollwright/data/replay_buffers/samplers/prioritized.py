@@ -17,8 +17,6 @@ from rollwright.data.replay_buffers.samplers.sumtree import MinTree, SumTree
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
 
-__all__ = ["PrioritizedSampler"]
-
 Index = NDArray[np.int64]
 Floats = NDArray[np.float64]
 

@@ -18,8 +18,6 @@ from rollwright.data.replay_buffers.storages.base import Storage
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.keywords import CommonSliceKeywords
 
-__all__ = ["PrioritizedSliceSampler"]
-
 Index = NDArray[np.int64]
 
 

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Grid", "RunIndex"]
-
 Index = NDArray[np.int64]
 
 _NONE = -1  # start of a run that is not there

@@ -25,8 +25,6 @@ from rollwright.data.replay_buffers.storages.batches import positive
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.keywords import SliceKeywords
 
-__all__ = ["FLAG_DTYPES", "SliceSampler", "SliceSamplerWithoutReplacement"]
-
 FLAG_DTYPES = (torch.bool, torch.uint8)
 """Of an entry that marks where slices begin."""
 Index = NDArray[np.int64]

@@ -13,8 +13,6 @@ from rollwright._keys import NestedKey, checked_key, key_str
 from rollwright.data.replay_buffers.samplers.base import Draw, Sampler
 from rollwright.data.replay_buffers.storages.base import Storage
 
-__all__ = ["StalenessAwareSampler"]
-
 Index = NDArray[np.int64]
 Weight = Callable[[torch.Tensor], torch.Tensor]
 

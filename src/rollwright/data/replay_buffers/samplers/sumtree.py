@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["MinTree", "SumTree"]
-
 FAN_OUT = 32  # children of a node: few levels and few calls, while a row still fits four cache lines
 TOP = 1024  # a level this short is reduced and searched as a whole
 MANY = 500  # leaves of an update that may lie side by side

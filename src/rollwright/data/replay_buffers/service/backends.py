@@ -8,8 +8,6 @@ from typing import Any
 
 from rollwright._options import names_of, refuse_unknown
 
-__all__ = ["BACKENDS", "backend_module", "options_of"]
-
 BACKENDS = {
     "process": "rollwright.data.replay_buffers.service.process",
     "ray": "rollwright.data.replay_buffers.service.ray",

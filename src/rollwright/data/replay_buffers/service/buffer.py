@@ -21,8 +21,6 @@ from rollwright.data.replay_buffers.service.session import Session, Target
 from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.errors import ServiceLostError, WorkerError
 
-__all__ = ["ServiceReplayBuffer"]
-
 _END_S = 5.0
 
 

@@ -25,8 +25,6 @@ from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.data.replay_buffers.writers import Writer
 
-__all__ = ["ReplayClient"]
-
 
 class ReplayClient(ReplayBuffer):
     """A replay buffer that lies in a service.

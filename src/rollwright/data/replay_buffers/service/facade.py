@@ -9,8 +9,6 @@ from typing import Any
 from rollwright.data.replay_buffers.service.messages import Info
 from rollwright.data.replay_buffers.service.session import Session
 
-__all__ = ["RemoteLedger", "RemoteLimiter", "RemoteStorage"]
-
 _IDS = 64  # trajectory ids that are taken at a time
 _NAP_S = 0.005
 

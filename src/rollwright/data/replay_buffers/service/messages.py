@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from rollwright._processes.failures import ExceptionInfo
 
-__all__ = ["Beat", "Counts", "Info", "Ready", "Reply", "Request", "Welcome", "WriterName"]
-
 
 class WriterName(NamedTuple):
     """Who writes, where a writer may be given up and replaced.

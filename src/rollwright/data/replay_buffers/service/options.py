@@ -10,8 +10,6 @@ from rollwright._options import Check, check_fields, seconds, whole
 from rollwright._processes.network.addresses import checked_address, checked_secret, secret_of
 from rollwright.data.replay_buffers.service.serving.dumps import DUMP_FILE
 
-__all__ = ["ServiceOptions"]
-
 
 def _checked_path(name: str, value: Any) -> object:
     if not isinstance(value, str | Path):

@@ -15,8 +15,6 @@ from tensordict import TensorDict
 
 from rollwright.data.unchecked import unchecked_td
 
-__all__ = ["ReusedMemory", "memory_for", "pack", "unpack"]
-
 _INLINE = 128  # bytes of a tensor that are not worth a piece of their own
 _WORTH_REUSE = 64 * 2**10  # bytes
 _MOST_SLABS, _MOST_BYTES = 64, 256 * 2**20

@@ -15,8 +15,6 @@ from rollwright.data.replay_buffers.service.options import ServiceOptions
 from rollwright.data.replay_buffers.service.serving.hosting import Recipe, Service
 from rollwright.errors import WorkerError
 
-__all__ = ["Options", "host"]
-
 DEFAULT_ADDRESS = "127.0.0.1:0"
 
 

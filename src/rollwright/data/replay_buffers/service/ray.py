@@ -25,8 +25,6 @@ from rollwright.errors import WorkerError
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.keywords import BufferKeywords
 
-__all__ = ["Options", "RayReplayBuffer", "host"]
-
 DEFAULT_ADDRESS = "0.0.0.0:0"
 _LOOK_S = 0.05
 

@@ -24,8 +24,6 @@ from rollwright.data.replay_buffers.service.messages import Counts, Reply, Reque
 from rollwright.data.replay_buffers.service.packing import ReusedMemory, pack, unpack
 from rollwright.errors import ServiceLostError, WorkerError
 
-__all__ = ["Expected", "Session", "Target"]
-
 _LOOK_S = 0.2
 _REFUSED_S = 2.0  # that nothing listens, before the service counts as gone
 _AGAIN_S = 0.05

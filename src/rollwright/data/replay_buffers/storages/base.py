@@ -19,8 +19,6 @@ from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.saving import HookedPart, SavingHooks, dump_part, load_part
 from rollwright.data.replay_buffers.storages.structures import mapped
 
-__all__ = ["SENT_REMEDY", "Storage", "check_number"]
-
 SENT_REMEDY = (
     "Pass a LazyTensorStorage or LazyMemmapStorage to a buffer with shared=True, or make the buffer in the process "
     "that uses it."

@@ -12,8 +12,6 @@ from tensordict import is_tensor_collection
 from rollwright._keys import NestedKey, key_str
 from rollwright.data.replay_buffers.storages.structures import is_structure, unbound
 
-__all__ = ["batches_of", "items_of", "no_objects", "num_rows", "pieces", "positive"]
-
 
 class _Pieces(list[Any]):
     """Batches to be written one after the other, and published at once."""

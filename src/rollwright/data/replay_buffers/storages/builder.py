@@ -11,8 +11,6 @@ from tensordict import TensorDict
 from rollwright._keys import NestedKey, as_tuple
 from rollwright.data.unchecked import unchecked_td
 
-__all__ = ["TensorDictBuilder"]
-
 
 class TensorDictBuilder:
     """Makes TensorDicts of the same keys from lists of tensors.

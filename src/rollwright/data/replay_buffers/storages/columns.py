@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 
 from rollwright._memory import in_numpy
 
-__all__ = ["Column"]
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READ_ONLY = (torch.uint16, torch.uint32, torch.uint64)  # torch reads them at indices, and cannot write them
 

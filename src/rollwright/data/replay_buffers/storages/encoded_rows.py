@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 
 from rollwright._memory import Segment
 from rollwright.data.encoding import DecodingError, Encoded, length_of, write_length
-from rollwright.data.replay_buffers.ledger.ledger import Ledger, Reservation
+from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.ledger.locks import RowLock
-
-__all__ = ["EncodedRows", "PrivateRows", "SharedRows"]
 
 _PAGE = 4096
 _CHUNK_BYTES, _NUM_CHUNKS, _CURSOR = range(3)  # numbers of the head: size and number of chunks, next free byte

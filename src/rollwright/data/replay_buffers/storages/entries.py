@@ -15,8 +15,6 @@ from rollwright._tensors import as_tensor
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 
-__all__ = ["flat_entries", "set_entries"]
-
 
 def flat_entries(data: Mapping[NestedKey, Any] | TensorDictBase) -> dict[NestedKey, Any]:
     """The entries of a TensorDict, or of a dictionary whose values may be such, by their whole names.

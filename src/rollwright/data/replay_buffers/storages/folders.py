@@ -20,8 +20,6 @@ from pathlib import Path
 
 from rollwright.data.replay_buffers.storages.memory import LOCK_FILE, ROWS_FILE, STATE_FILE
 
-__all__ = ["LIST_FILE", "holds_dump", "recover", "remove_dump", "replacing"]
-
 LIST_FILE = "elements.pt"
 _OURS = (STATE_FILE, f"{STATE_FILE}.new", ROWS_FILE, LOCK_FILE, LIST_FILE)
 

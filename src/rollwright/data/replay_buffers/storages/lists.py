@@ -18,8 +18,6 @@ from rollwright.data.replay_buffers.storages.batches import items_of, positive
 from rollwright.data.replay_buffers.storages.structures import is_structure, mapped
 from rollwright.data.specs.shapes import usable_device
 
-__all__ = ["ListStorage"]
-
 _UNLIMITED = 1 << 40
 
 

@@ -25,8 +25,6 @@ from rollwright.data.replay_buffers.ledger.locks import RowLock
 from rollwright.data.replay_buffers.ledger.space import Space
 from rollwright.errors import DamagedFileError
 
-__all__ = ["LOCK_FILE", "ROWS_FILE", "STATE_FILE", "Memory", "PrivateMemory", "Schema", "SharedMemory"]
-
 ROWS_FILE, LOCK_FILE = "buffer.rows", "buffer.lock"
 STATE_FILE = "state.pt"  # of a buffer that was saved there
 _MARK = b"rollwright rows 1\n"

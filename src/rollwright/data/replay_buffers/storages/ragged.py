@@ -17,8 +17,6 @@ from rollwright.data.replay_buffers.storages.base import Storage, check_number
 from rollwright.data.replay_buffers.storages.batches import batches_of, items_of, positive
 from rollwright.data.replay_buffers.storages.encoded_rows import EncodedRows, PrivateRows, SharedRows
 
-__all__ = ["LazyStackStorage", "RaggedStorage"]
-
 _UNLIMITED = 1 << 40
 _LEAST_CHUNK_BYTES = 4096
 

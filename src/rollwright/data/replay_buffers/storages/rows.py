@@ -30,8 +30,6 @@ from rollwright.data.replay_buffers.storages.structures import (
     restored,
 )
 
-__all__ = ["RowStorage"]
-
 _WHOLE: NestedKey = ()  # the key of data that is one tensor
 
 

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from rollwright.data.loading import load_saved, save
 from rollwright.errors import DamagedFileError
 
-__all__ = ["HookedPart", "Part", "SavingHooks", "dump_part", "load_part"]
-
 
 class Part(Protocol):
     """A storage, a sampler or a writer, as far as it is saved."""

@@ -15,19 +15,6 @@ from rollwright._keys import NestedKey, key_str, leaves, place, unravel
 from rollwright._tensors import as_tensor
 from rollwright.data.encoding.classes import class_at, remember
 
-__all__ = [
-    "Form",
-    "form_str",
-    "is_a_class",
-    "is_structure",
-    "joined",
-    "mapped",
-    "packed",
-    "restored",
-    "stacked",
-    "unbound",
-]
-
 Form = Any
 """What an element is, as JSON can hold it; None: a tensor, or a TensorDict of tensors and TensorDicts.
 

@@ -19,8 +19,6 @@ from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.storages.structures import is_a_class, is_structure, packed
 from rollwright.data.specs.shapes import as_device, usable_device
 
-__all__ = ["LazyMemmapStorage", "LazyTensorStorage", "TensorStorage"]
-
 
 class LazyTensorStorage(RowStorage):
     """Rows of tensors in memory, allocated with the first element.

@@ -13,8 +13,6 @@ from rollwright.data.specs.leaf import LeafSpec
 from rollwright.data.specs.stacks.stacked import Stacked
 from rollwright.data.specs.stacks.stackedcomposite import StackedComposite
 
-__all__ = ["stack"]
-
 
 @overload
 def stack(specs: Sequence[Composite], dim: int = 0) -> Composite: ...

@@ -15,8 +15,6 @@ from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size, full_index, index_shape
 from rollwright.errors import SpecError
 
-__all__ = ["LazyStack", "Stacked"]
-
 
 class LazyStack:
     """A list of specs along a stack dimension: its shape arithmetic, and what its parts answer one by one."""

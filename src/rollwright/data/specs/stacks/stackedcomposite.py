@@ -17,8 +17,6 @@ from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
 from rollwright.data.specs.stacks.stacked import LazyStack
 from rollwright.errors import SpecError
 
-__all__ = ["StackedComposite"]
-
 
 class StackedComposite(LazyStack, Composite):
     """Composites whose entries differ, stacked along a batch dimension; samples are lazy stacks.

@@ -14,8 +14,6 @@ from rollwright.data.replay_buffers.service.messages import Info
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.entries import set_entries
 
-__all__ = ["Commands"]
-
 
 class Commands:
     """Carries out what clients ask; the public methods are what they may ask.

@@ -17,8 +17,6 @@ from rollwright.data.replay_buffers.storages.folders import holds_dump, remove_d
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.service.serving.keeper import Keeper
 
-__all__ = ["DUMP_FILE", "Dumps"]
-
 DUMP_FILE = "service.pt"
 """Names the folder of the last dump, and who had written what; it is replaced as a whole."""
 

@@ -20,8 +20,6 @@ from rollwright.data.replay_buffers.service.serving.keeper import Keeper
 from rollwright.data.replay_buffers.service.serving.server import Server
 from rollwright.data.replay_buffers.storages.base import Storage
 
-__all__ = ["LimiterForm", "Recipe", "Service", "ServiceHost"]
-
 _MOST_BEAT_S = 1.0
 
 

@@ -10,8 +10,6 @@ from typing import Any, BinaryIO
 
 from rollwright.data.replay_buffers.service.messages import Request
 
-__all__ = ["JOURNAL_FILE", "Journal"]
-
 JOURNAL_FILE = "service.journal"
 _IDS_AHEAD = 1 << 16  # trajectory ids that may be given out before another record is written
 

@@ -16,8 +16,6 @@ from rollwright.data.replay_buffers.service.serving.commands import Commands
 from rollwright.data.replay_buffers.service.serving.dumps import Dumps
 from rollwright.data.replay_buffers.service.serving.journal import Journal
 
-__all__ = ["Keeper", "Record"]
-
 Answer = tuple[Reply, Sequence[memoryview]]
 _LASTING = {"insert_transform", "set_sampler", "set_writer", "set_storage", "set_rng"}  # and no element
 _REPLACING = {"empty", "loads", "load_state_dict", "set_storage"}  # all elements: the last dump holds none of these

@@ -18,8 +18,6 @@ from rollwright.data.replay_buffers.service.messages import Beat, Counts, Reques
 from rollwright.data.replay_buffers.service.packing import memory_for
 from rollwright.data.replay_buffers.service.serving.keeper import Answer, Keeper
 
-__all__ = ["Server"]
-
 _NAP_S, _BUSY_S = 0.5, 0.01  # without anything to do; while samples wait
 
 
