@@ -16,7 +16,7 @@ import pytest
 from rollwright._processes import pickling
 from rollwright._processes.pickling import dumps
 from rollwright.envs import EnvCreator
-from rollwright.weight_update._slot import dump_extras
+from rollwright.weight_update.shared import dump_extras
 
 CODE = "FACTOR = 3\ndef helper(x):\n    return FACTOR * x\nclass Made:\n    def call(self):\n        return helper(2)\n"
 

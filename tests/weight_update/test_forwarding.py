@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from rollwright.weight_update.forwarding import Copies, Forwarder
-from rollwright.weight_update.publisher import Publisher, Update
+from rollwright.weight_update.schemes import Publisher
+from rollwright.weight_update.subscribing import Copies, Forwarder
 
 
 def followers(publisher, *groups):
     found = [Forwarder() for _ in groups]
     for forwarder, receivers in zip(found, groups, strict=True):
         for receiver in receivers:
-            forwarder.follow(receiver, publisher.boards(receiver))
+            forwarder.follow(receiver, publisher.weights_of(receiver))
     return found
 
 
 def publish(publisher, value, version, receivers=None):
-    publisher.publish([Update(receivers, {"policy": {"weight": torch.full((3,), float(value))}})], version)
+    publisher.publish(version, {"policy": {"weight": torch.full((3,), float(value))}}, receivers)
 
 
 def weights(forwarded):

@@ -10,8 +10,8 @@ from tests.patience import patient
 
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child
-from rollwright.weight_update._board import Board
-from rollwright.weight_update.feed import WeightFeed
+from rollwright.weight_update.shared import SharedWeights
+from rollwright.weight_update.subscribing import WeightSubscriber
 
 LIMIT_S = 100.0  # for what comes at once, on a busy machine too
 SIZES = (7, 5000, 300)
@@ -101,7 +101,7 @@ def start():
 
 @pytest.mark.parametrize("alternate", [False, True], ids=["the same layout", "changing layouts"])
 def test_nothing_is_torn_under_continuous_publication(start, alternate):
-    board = Board()
+    board = SharedWeights()
     board.publish(0, update(0))
     publisher = start(publishing, board, alternate)
     readers = [start(reading, board.as_reader(number), 500, 200) for number in range(2)]
@@ -114,7 +114,7 @@ def test_nothing_is_torn_under_continuous_publication(start, alternate):
 
 @pytest.mark.slow
 def test_nothing_is_torn_in_many_reads(start):
-    board = Board()
+    board = SharedWeights()
     board.publish(0, update(0))
     publisher = start(publishing, board)
     readers = [start(reading, board.as_reader(number), 100_000, 1000) for number in range(2)]
@@ -128,7 +128,7 @@ def test_nothing_is_torn_in_many_reads(start):
 @pytest.mark.parametrize("alternate", [False, True], ids=["the same layout", "changing layouts"])
 def test_a_publisher_is_killed(start, alternate):
     """Whenever that happens, the last publication is whole, and another publisher goes on."""
-    board, generator = Board(), random.Random(0)
+    board, generator = SharedWeights(), random.Random(0)
     board.publish(0, update(0))
     versions = [0]
     for _ in range(6):
@@ -147,7 +147,7 @@ def test_a_publisher_is_killed(start, alternate):
 
 
 def test_a_reader_is_killed(start):
-    board = Board()
+    board = SharedWeights()
     board.publish(0, update(0))
     reader = start(wishing, board.as_reader(5))
     assert reader.channel.recv(LIMIT_S) == "wishing"
@@ -189,7 +189,7 @@ def publishing_on_both(channel, boards):
 
 
 def acting(channel, boards, steps):
-    worker, feed, wrong = Holder(), WeightFeed(boards), []
+    worker, feed, wrong = Holder(), WeightSubscriber(boards), []
     for _ in range(steps):
         while not feed.due:
             pass
@@ -202,7 +202,7 @@ def acting(channel, boards, steps):
 
 
 def test_models_on_two_boards_are_as_one_version_left_them(start):
-    boards = [Board(), Board()]
+    boards = [SharedWeights(), SharedWeights()]
     boards[0].publish(0, {"actor": state(0)})
     boards[1].publish(1, {"critic": state(1)})
     publisher = start(publishing_on_both, boards)

@@ -16,8 +16,7 @@ from rollwright.weight_update import (
     SharedMemWeightSyncScheme,
     WeightSyncScheme,
 )
-from rollwright.weight_update.publisher import Publisher, Update
-from rollwright.weight_update.receiving import as_schemes, receive_all, register_receivers
+from rollwright.weight_update.schemes import Publisher, as_schemes, receive_all, register_receivers
 
 LIMIT_S = 100.0  # for what comes at once, on a busy machine too
 SENDING = [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]
@@ -256,8 +255,8 @@ def test_an_update_of_several_models_travels_on_one_board(together):
     if not together:
         schemes["critic"] = MultiProcessWeightSyncScheme()
     publisher = Publisher(2, schemes)
-    publisher.publish([Update(None, {name: model().state_dict() for name in ("actor", "critic", "still")})], version=1)
-    common, own = publisher.boards(1)
+    publisher.publish(1, {name: model().state_dict() for name in ("actor", "critic", "still")})
+    common, own = publisher.weights_of(1)
     assert (common.version, own.version) == ((1, -1) if together else (-1, 1))
     found = []
     (common if together else own).take({}, lambda publication: found.append(sorted(publication.models)))
@@ -266,8 +265,8 @@ def test_an_update_of_several_models_travels_on_one_board(together):
 
 def test_one_board_for_each_worker_on_request():
     publisher = Publisher(2, {"policy": SharedMemWeightSyncScheme(per_worker_weights=True)})
-    publisher.publish([Update(None, {"policy": model().state_dict()})], version=1)
-    assert [[board.version for board in publisher.boards(worker)] for worker in range(2)] == [[-1, 1]] * 2
+    publisher.publish(1, {"policy": model().state_dict()})
+    assert [[board.version for board in publisher.weights_of(worker)] for worker in range(2)] == [[-1, 1]] * 2
 
 
 def test_a_sender_for_actors_of_ray_is_not_sent_by_hand():

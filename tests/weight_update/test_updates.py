@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from rollwright.collectors.weights.updates import parse_update_for_workers
+from rollwright.collectors.weights import parse_update_for_workers
 from rollwright.weight_update.forms import describe, flat_state
 
 

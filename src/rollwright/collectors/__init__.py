@@ -6,11 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rollwright._missing import missing_name
-from rollwright.collectors.base import BaseCollector
+from rollwright.collectors.base import BaseCollector, Interruptor
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.collectors import SyncDataCollector
 from rollwright.collectors.evaluation import Evaluator
-from rollwright.collectors.interruptor import Interruptor
 from rollwright.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import ProfileConfig

@@ -1,7 +1,8 @@
-"""BaseCollector: the interface of all collectors, wherever their environments run."""
+"""BaseCollector: the interface of all collectors, wherever their environments run; and Interruptor."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from tensordict import TensorDictBase
 
+from rollwright._processes.forks import on_fork
 from rollwright.collectors.arguments import WorkerStats
 from rollwright.collectors.attribute_paths import Reachable, resolve
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile, ProfileConfig
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
-from rollwright.collectors.weights.receiving import CollectorWeights
-from rollwright.collectors.weights.updates import pick_weights
+from rollwright.collectors.weights import CollectorWeights, pick_weights
 from rollwright.data.llm.turns import Version
 from rollwright.errors import require
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
@@ -27,7 +28,44 @@ if TYPE_CHECKING:
     from rollwright.collectors.keywords import CollectorKeywords
     from rollwright.collectors.rollout.environment import EnvMaker
 
-__all__ = ["BaseCollector"]
+
+class Interruptor:
+    """A switch that ends the current rollout after its current step.
+
+    The collector reads it once a step, after the step was taken: an interrupted batch holds at least
+    one step, and frames that were not taken have the trajectory id -1.
+
+    Example:
+        >>> switch = Interruptor()
+        >>> switch.stop_collection()
+        >>> switch.collection_stopped()
+        True
+        >>> switch.start_collection()
+        >>> switch.collection_stopped()
+        False
+    """
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        on_fork(self)
+
+    def reset_after_fork(self) -> None:
+        """In a forked child, for the lock inside the event."""
+        stopped, self._stopped = self._stopped.is_set(), threading.Event()
+        if stopped:
+            self._stopped.set()
+
+    def start_collection(self) -> None:
+        """Let rollouts run to their end."""
+        self._stopped.clear()
+
+    def stop_collection(self) -> None:
+        """End the current rollout, and every further one after its first step."""
+        self._stopped.set()
+
+    def collection_stopped(self) -> bool:
+        """Whether rollouts are to stop."""
+        return self._stopped.is_set()
 
 
 class BaseCollector(Reachable, ABC):

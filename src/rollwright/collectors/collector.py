@@ -31,7 +31,7 @@ from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.policy import making_policy
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
-from rollwright.collectors.weights.local import LocalWeights
+from rollwright.collectors.weights import LocalWeights
 from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.collectors.workers.transports.backends import WorkerBackend
 

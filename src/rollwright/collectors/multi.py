@@ -53,7 +53,7 @@ from rollwright.collectors.workers.stats import merged_stats, select_workers
 from rollwright.collectors.workers.transports.backends import WorkerBackend
 from rollwright.collectors.workers.weights import PeriodicUpdates, WorkersWeights
 from rollwright.envs.libs.foreign import check_maker
-from rollwright.weight_update.publisher import Publisher
+from rollwright.weight_update.schemes import Publisher
 
 if TYPE_CHECKING:
     from rollwright.collectors.keywords import MultiKeywords

@@ -15,7 +15,7 @@ from rollwright.data.specs.shapes import known_device, usable_device
 from rollwright.envs.recreation.policy import check_failure
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
-from rollwright.weight_update.receiving import as_schemes, check_schemes
+from rollwright.weight_update.schemes import as_schemes, check_schemes
 from rollwright.weight_update.updaters import check_updater
 
 __all__ = ["DEVICES", "Buffer", "CollectorOptions", "ConversationOptions", "Device", "Interrupts"]
@@ -68,16 +68,6 @@ def _exploration(name: str, value: object) -> object:
 
 def _failure(name: str, value: object) -> object:
     check_failure(value)
-    return value
-
-
-def _receivers(name: str, value: object) -> object:
-    check_schemes(name, value)
-    return value
-
-
-def _updater(name: str, value: object) -> object:
-    check_updater(value)
     return value
 
 
@@ -212,8 +202,8 @@ class CollectorOptions:
     trajs_per_write: Annotated[int | None, whole(1, floats=True)] = None
     replay_buffer: Buffer | None = None
     weight_sync_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(as_schemes)] = None
-    weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(_receivers)] = None
-    weight_updater: Annotated[WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None, Check(_updater)] = None
+    weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(check_schemes)] = None
+    weight_updater: Annotated[WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None, Check(check_updater)] = None
     extend_buffer: bool = True
 
     # Of collectors of conversations, see ConversationOptions; here, what any other collector does.

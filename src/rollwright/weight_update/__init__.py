@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollwright._missing import missing_name
-from rollwright.weight_update._scheme import WeightSyncScheme
 from rollwright.weight_update.schemes import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
@@ -13,6 +12,7 @@ from rollwright.weight_update.schemes import (
     RayWeightSyncScheme,
     RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
+    WeightSyncScheme,
 )
 from rollwright.weight_update.updaters import (
     LocalWeightsUpdaterBase,

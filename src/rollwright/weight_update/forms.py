@@ -12,22 +12,6 @@ from torch import nn
 from rollwright._keys import key_str
 from rollwright.weight_update.policy_weights import JoinedWeights, weights_of
 
-__all__ = [
-    "Signature",
-    "State",
-    "check_state",
-    "Description",
-    "describe",
-    "of_part",
-    "flat_state",
-    "is_extra",
-    "prepare",
-    "signature_of",
-    "split_by_worker",
-    "tensordict_of",
-    "unsaved_buffers",
-]
-
 State = dict[str, Any]
 """Weights by name, as in a ``state_dict``: tensors, and extra state (any object) where :func:`is_extra`."""
 
@@ -181,25 +165,26 @@ def describe(target: Any, name: str) -> Description:
     return Description(type(target).__name__, signature_of(module), unsaved_buffers(module))
 
 
-def check_state(state: State, signature: Signature, name: str, *, kind: str, optional: set[str] | None = None) -> None:
+def check_state(state: State, model: Description, name: str) -> None:
     """Check that a model takes a state. Dtypes may differ: a copy casts.
 
     Args:
         state: of :func:`flat_state`.
-        signature: of the model.
+        model: what takes it.
         name: what the model is, for messages.
-        kind: the model's class, for messages.
-        optional: names that the state may hold beside those of the signature.
 
     Raises:
         TypeError: no tensor where one is expected.
         ValueError: names or shapes differ.
     """
+    signature = model.signature
+    if model.part is not None:
+        state = of_part(state, signature.keys(), model.part)
     missing = {key for key, expected in signature.items() if expected is not None} - state.keys()
-    unknown = state.keys() - signature.keys() - (optional or set())
+    unknown = state.keys() - signature.keys() - model.optional
     if missing or unknown:
         raise ValueError(
-            f"weights for {name}: names differ from those of {kind}. "
+            f"weights for {name}: names differ from those of {model.kind}. "
             f"Missing: {key_str(missing) or 'none'}; unknown: {key_str(unknown) or 'none'}. Pass the {name} itself, or "
             "weights with the names that it has, those of modules included that its functions read."
         )
@@ -243,10 +228,10 @@ def prepare(target: Any, weights: Any, name: str) -> Callable[[], None]:
         TypeError: the target has no weights, or ``weights`` is none of these.
         ValueError: names or shapes differ.
     """
-    kind, signature, beside, _ = describe(target, name)
-    target = weights_of(target)
+    model = describe(target, name)
+    target, beside = weights_of(target), model.optional
     state = flat_state(weights, name, optional=beside)
-    check_state(state, signature, name, kind=kind, optional=beside)
+    check_state(state, model, name)
     buffers, own = [], dict(target.named_buffers(remove_duplicate=False)) if beside else {}
     for key in sorted(beside & state.keys()):
         buffer, value = own[key], state.pop(key)

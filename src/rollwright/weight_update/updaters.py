@@ -245,16 +245,16 @@ class RemoteModuleWeightUpdater(RemoteWeightsUpdaterBase):
     """Publishes weights that are passed, and knows no others: for workers that make their policies themselves."""
 
 
-def check_updater(updater: Any) -> None:
-    """Check a ``weight_updater``; what a function makes is checked when it is made.
+def check_updater(name: str, updater: Any) -> Any:
+    """Check a ``weight_updater``, and return it; what a function makes is checked when it is made.
 
     Raises:
         TypeError: it is neither an updater nor a function that makes one.
     """
     if updater is None or isinstance(updater, WeightUpdaterBase) or callable(updater):
-        return
+        return updater
     raise TypeError(
-        f"weight_updater: expected a WeightUpdaterBase, or a function that makes one, got {type(updater).__name__}: "
+        f"{name}: expected a WeightUpdaterBase, or a function that makes one, got {type(updater).__name__}: "
         f"{updater!r}."
     )
 

@@ -16,7 +16,7 @@ from tests.patience import patient
 
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.member import Member
-from rollwright.weight_update._board import Board
+from rollwright.weight_update.shared import SharedWeights
 
 BOUND_S = 8.0
 KINDS = ["sync", "async"]
@@ -143,7 +143,7 @@ def test_when_weights_have_just_been_published(make, inside, monkeypatch):
     """Two sets of weights with one version would not be told apart."""
     collector = make("sync", makers(), gain(0.0), frames_per_batch=8, track_policy_version=True)
     collector.next()
-    pressed_after(monkeypatch, Board, "publish")
+    pressed_after(monkeypatch, SharedWeights, "publish")
     with pytest.raises(KeyboardInterrupt), inside:
         collector.update_policy_weights_({0: gain(1.0), 1: gain(1.0)})
     monkeypatch.undo()

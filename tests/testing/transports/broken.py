@@ -26,8 +26,8 @@ from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.memory.packing import Packer, unpack
 from rollwright.collectors.workers.remote.mirror import RolloutPlaces
 from rollwright.collectors.workers.transports import local
-from rollwright.weight_update.forwarding import Forwarder
-from rollwright.weight_update.publisher import Publisher, Update
+from rollwright.weight_update.schemes import Publisher
+from rollwright.weight_update.subscribing import Forwarder
 
 Options = None
 
@@ -271,15 +271,15 @@ class FillsCopies(Fault):
 # Weights ----------------------------------------------------------------------------------------------
 
 
-class OwnBoards(Fault):
-    """Workers read other boards than those that the collector writes."""
+class OwnWeights(Fault):
+    """Workers read other weights than those that the collector writes."""
 
     def __init__(self):
         self.publisher, self.forwarder, self.before = Publisher(8), Forwarder(), {}
 
     def change(self, spec):
-        self.forwarder.follow(spec.index, spec.boards)
-        return dataclasses.replace(spec, boards=tuple(self.publisher.boards(spec.index)))
+        self.forwarder.follow(spec.index, spec.weights)
+        return dataclasses.replace(spec, weights=tuple(self.publisher.weights_of(spec.index)))
 
     def forward(self, mixed=False):
         """Publish there what was published here."""
@@ -291,21 +291,21 @@ class OwnBoards(Fault):
                     old = self.before.get(model_id, state)
                     state.update({name: old[name] for name in list(state)[: len(state) // 2]})
             self.before.update(whole)
-            self.publisher.publish([Update(None if receiver is None else [receiver], sent)], version)
+            self.publisher.publish(version, sent, None if receiver is None else [receiver])
 
 
-class LosesWeights(OwnBoards):
+class LosesWeights(OwnWeights):
     """Published weights do not arrive."""
 
 
-class MixesWeights(OwnBoards):
+class MixesWeights(OwnWeights):
     """Half of the tensors are those of the version before."""
 
     def published(self):
         self.forward(mixed=True)
 
 
-class DelaysWeights(OwnBoards):
+class DelaysWeights(OwnWeights):
     """Weights arrive with the next rollout only."""
 
     def send(self, connection, message):
@@ -318,8 +318,8 @@ class MixesUpWorkers(Fault):
 
     def change(self, spec):
         self.originals = [*getattr(self, "originals", []), spec]
-        own = self.originals[-2 if spec.index else -1].boards[1]
-        return dataclasses.replace(spec, boards=(spec.boards[0], own))
+        own = self.originals[-2 if spec.index else -1].weights[1]
+        return dataclasses.replace(spec, weights=(spec.weights[0], own))
 
 
 # Calls, hooks, states -----------------------------------------------------------------------------------

@@ -12,20 +12,10 @@ from rollwright._options import PER_WORKER, Check, check_fields, names_of, refus
 from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.collectors.options import Buffer, Interrupts
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
-from rollwright.weight_update.receiving import as_schemes, check_schemes
+from rollwright.weight_update.schemes import as_schemes, check_schemes
 from rollwright.weight_update.updaters import check_updater
 
 __all__ = ["LLMOptions"]
-
-
-def _receivers(name: str, value: object) -> object:
-    check_schemes(name, value)
-    return value
-
-
-def _updater(name: str, value: object) -> object:
-    check_updater(value)
-    return value
 
 
 def _tracker(name: str, value: object) -> object:
@@ -103,9 +93,9 @@ asks for turns of any. Drop one of the two.
     postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
     replay_buffer: Buffer | None = None
     queue: Any = None
-    weight_updater: Annotated[WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None, Check(_updater)] = None
+    weight_updater: Annotated[WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None, Check(check_updater)] = None
     weight_sync_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(as_schemes)] = None
-    weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(_receivers)] = None
+    weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(check_schemes)] = None
     track_policy_version: Annotated[Any, Check(_tracker)] = False
     verbose: bool = False
     create_env_kwargs: Annotated[Mapping[str, Any] | None, PER_WORKER] = None

@@ -23,7 +23,7 @@ from rollwright.collectors.workers.watching import Watchdog
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.collectors.workers.writers import BufferWriters
 from rollwright.weight_update.policy_weights import weights_of
-from rollwright.weight_update.publisher import Publisher
+from rollwright.weight_update.schemes import Publisher
 
 __all__ = ["Workers"]
 
@@ -72,7 +72,7 @@ class Workers:
                 counters=counters,
                 blocks=blocks,
                 packing=packing[i],
-                boards=tuple(publisher.boards(i)),
+                weights=tuple(publisher.weights_of(i)),
                 max_policy_lag=own.max_policy_lag if per_worker[i].replay_buffer is not None else None,
                 keeps_place=own.on_worker_failure == "restart",
             )

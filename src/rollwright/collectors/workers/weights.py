@@ -11,18 +11,16 @@ import torch
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.forks import on_fork
-from rollwright.collectors.weights.receiving import CollectorWeights
-from rollwright.collectors.weights.updates import Update, parse_update_for_workers
+from rollwright.collectors.weights import CollectorWeights, Update, parse_update_for_workers
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.collectors.workers.schedules.schedule import Schedule
 from rollwright.errors import WorkerError
 from rollwright.weight_update import WeightSyncScheme
-from rollwright.weight_update.feed import HasModels
 from rollwright.weight_update.forms import Description
 from rollwright.weight_update.policy_weights import weights_of
-from rollwright.weight_update.publisher import Publisher
-from rollwright.weight_update.receiving import Relay
+from rollwright.weight_update.schemes import Publisher, Relay
+from rollwright.weight_update.subscribing import HasModels
 
 __all__ = ["PeriodicUpdates", "WorkersWeights"]
 
@@ -148,7 +146,7 @@ class WorkersWeights(CollectorWeights):
             of_worker = int(saved.get("policy_version", version))
             weights = saved.get("policy_state_dict", saved.get("engine_state_dict"))
             models = {} if weights is None else {"policy": dict(weights)}
-            self._publisher.publish([Update([member.index], models)], of_worker)
+            self._publisher.publish(of_worker, models, [member.index])
             self._group.published(of_worker, [member.index])
 
     def _publish(self, updates: Sequence[Update]) -> int:
@@ -156,7 +154,8 @@ class WorkersWeights(CollectorWeights):
         meant = {i for update in updates for i in (everyone if update.workers is None else update.workers)}
         with self._publishing, self._none_too_stale(meant), uninterrupted:  # a version is published once, or not at all
             version = self._version + 1
-            self._publisher.publish(updates, version)
+            for update in updates:
+                self._publisher.publish(version, update.models, update.workers)
             self._version = version
             self._group.published(version, meant)
         return version

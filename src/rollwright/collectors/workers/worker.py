@@ -22,7 +22,7 @@ from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import BEAT_S, Count, WorkerCounters, WorkerState
 from rollwright.collectors.workers.memory.blocks import BatchForm, BlockPart
 from rollwright.collectors.workers.worker_side.collector import WorkerCollector
-from rollwright.weight_update.feed import WeightFeed
+from rollwright.weight_update.subscribing import WeightSubscriber
 
 __all__ = ["WorkerSpec", "serve"]
 
@@ -46,7 +46,7 @@ class WorkerSpec:
         counters: of all workers.
         blocks: memory of batches.
         packing: memory of what does not fit in there.
-        boards: where its weights are published.
+        weights: where its weights are published.
         max_policy_lag: versions that may have been published since the first of a batch acted; beyond it, the batch is
             thrown away and taken again; None: no limit.
         keeps_place: whether the collector is to know where in the data the worker is: another may take its place.
@@ -63,7 +63,7 @@ class WorkerSpec:
     counters: Segment
     blocks: Segment
     packing: tuple[Segment, Segment]
-    boards: tuple[Any, ...]
+    weights: tuple[Any, ...]
     max_policy_lag: int | None
     keeps_place: bool = False
     place: bytes | None = None
@@ -91,12 +91,12 @@ class Worker:
         _seed_all(spec.seed)
         if spec.init_fn is not None:
             spec.init_fn()
-        self._feed = WeightFeed(spec.boards)
+        self._subscriber = WeightSubscriber(spec.weights)
         self._collector = WorkerCollector(
             spec,
             self._counters,
             self._ask,
-            self._feed,
+            self._subscriber,
             interrupted=self._checkpoint,
             stopping=lambda: self._stopping is not None,
             send=self._send_in_rollout,
@@ -226,7 +226,7 @@ class Worker:
         """Between two steps: whether the rollout ends here."""
         counts = self._counts
         counts[_BEAT] += 1
-        if counts[_ATTENTION] != self._seen or self._feed.due:
+        if counts[_ATTENTION] != self._seen or self._subscriber.due:
             self._attend()
         return self._cut
 
@@ -246,7 +246,7 @@ class Worker:
                 self._counters.state = WorkerState.COLLECTING
 
     def _take_weights(self) -> None:
-        if self._feed.due:
+        if self._subscriber.due:
             self._counters.state, before = WorkerState.TAKING_WEIGHTS, self._counters.state
             with self._collector.observer.spending("weights"):
                 self._collector.take_weights()

@@ -32,7 +32,7 @@ from rollwright.collectors.workers.remote.holding import Holding
 from rollwright.collectors.workers.remote.mirror import RolloutPlaces, bytes_of
 from rollwright.collectors.workers.worker import serve
 from rollwright.weight_update.forms import State
-from rollwright.weight_update.publisher import Publisher, Update
+from rollwright.weight_update.schemes import Publisher
 
 __all__ = ["serve_collector"]
 
@@ -156,7 +156,7 @@ class RemoteGroup:
             "counters": self._counters,
             "blocks": self._blocks,
             "packing": self._packing[worker],
-            "boards": tuple(self._publisher.boards(worker)),
+            "weights": tuple(self._publisher.weights_of(worker)),
         }
         threads = self._begin.num_threads or max(1, len(os.sched_getaffinity(0)) // self._begin.num_local)
         name = f"rollwright-worker-{worker}"
@@ -176,7 +176,7 @@ class RemoteGroup:
             for model_id, (specs, extras) in frame.models.items()
         }
         meant = None if frame.worker is None else [frame.worker]
-        self._publisher.publish([Update(meant, models)], frame.version)
+        self._publisher.publish(frame.version, models, meant)
         for index in range(len(self._pages)) if meant is None else meant:
             self._pages[index].counts[Count.PUBLISHED] = frame.version
 

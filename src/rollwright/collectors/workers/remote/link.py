@@ -23,7 +23,7 @@ from rollwright.collectors.workers.remote.frame_line import FrameLine
 from rollwright.collectors.workers.remote.mirror import bytes_of
 from rollwright.collectors.workers.remote.worker import RemoteWorker
 from rollwright.collectors.workers.worker import WorkerSpec
-from rollwright.weight_update.forwarding import Copies, Forwarder
+from rollwright.weight_update.subscribing import Copies, Forwarder
 
 __all__ = ["Link"]
 
@@ -132,7 +132,7 @@ class Link:
         Raises:
             TypeError: a part of it cannot be pickled.
         """
-        bare = dataclasses.replace(spec, counters=None, blocks=None, packing=None, boards=())  # type: ignore[arg-type]
+        bare = dataclasses.replace(spec, counters=None, blocks=None, packing=None, weights=())  # type: ignore[arg-type]
         pickled = with_sources(bytes(dumps(bare)))
         with self.lock:
             worker = RemoteWorker(self, next(_serials), spec)
@@ -140,7 +140,7 @@ class Link:
                 worker.end(self.lost, self._failure)
                 return worker
             self._workers[worker.serial] = worker
-            self._weights.follow(spec.index, spec.boards)
+            self._weights.follow(spec.index, spec.weights)
             with contextlib.suppress(ChannelClosed):  # the link is lost, and the worker with it
                 self.queue(frames.Launch(worker.serial, spec.index, pickled, worker.num_ids))
                 self.queue_weights()
@@ -229,7 +229,7 @@ class Link:
         """Send what was published, once for all workers of the group; while others are on the way, after these.
 
         Args:
-            copies: see :meth:`~rollwright.weight_update.forwarding.Forwarder.take`.
+            copies: see :meth:`~rollwright.weight_update.subscribing.Forwarder.take`.
         """
         with self.lock:
             if self.lost is None and self._line is not None and not self._line.behind:

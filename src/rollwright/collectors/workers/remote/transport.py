@@ -24,7 +24,7 @@ from rollwright.collectors.workers.remote.launchers import Host, Launcher
 from rollwright.collectors.workers.remote.link import Link
 from rollwright.collectors.workers.transports.local import unsendable
 from rollwright.collectors.workers.worker import WorkerSpec
-from rollwright.weight_update.forwarding import Copies
+from rollwright.weight_update.subscribing import Copies
 
 __all__ = ["RemoteTransport"]
 

@@ -31,9 +31,7 @@ from rollwright.collectors.rollout.policy import making_policy
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.stats import EpisodeStats
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
-from rollwright.collectors.weights.local import LocalWeights
-from rollwright.collectors.weights.targets import WeightTargets
-from rollwright.collectors.weights.updates import pick_weights
+from rollwright.collectors.weights import LocalWeights, WeightTargets, pick_weights
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import WorkerCounters
 from rollwright.collectors.workers.memory.blocks import BatchForm, BlockMemory, BlockPart
@@ -42,8 +40,8 @@ from rollwright.collectors.workers.worker_side.observer import WorkerObserver
 from rollwright.collectors.workers.worker_side.places import Publications, packed_place
 from rollwright.collectors.workers.worker_side.trajectory_ids import StridedIds
 from rollwright.envs.base import EnvBase
-from rollwright.weight_update.feed import WeightFeed
 from rollwright.weight_update.forms import Description, describe, prepare
+from rollwright.weight_update.subscribing import WeightSubscriber
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.worker import WorkerSpec
@@ -58,7 +56,7 @@ class WorkerCollector(Reachable):
         spec: of the worker.
         counters: of the worker.
         ask: for memory in the middle of a rollout.
-        feed: brings published weights.
+        subscriber: brings published weights.
         interrupted: asked after each step whether the batch ends there.
         stopping: whether the worker ends.
         send: a message to the collector's process, in the middle of a rollout.
@@ -72,7 +70,7 @@ class WorkerCollector(Reachable):
         spec: WorkerSpec,
         counters: WorkerCounters,
         ask: Callable[[BatchForm], BlockPart | None],
-        feed: WeightFeed,
+        subscriber: WeightSubscriber,
         *,
         interrupted: Callable[[], bool],
         stopping: Callable[[], bool],
@@ -81,7 +79,7 @@ class WorkerCollector(Reachable):
         self.options = options = spec.options
         options.check_devices()
         self.worker_idx = options.worker_idx
-        self._feed = feed
+        self._subscriber = subscriber
         self._packer = Packer(spec.packing)
         self._blocks = BlockMemory(spec.blocks, ask)
         publications = Publications(counters, options, send) if spec.keeps_place else None
@@ -168,7 +166,7 @@ class WorkerCollector(Reachable):
 
     def take_weights(self) -> None:
         """Take what was published, and act with its version; an engine takes whole states."""
-        self.take_version(self._feed.apply(WeightTargets(self, self._rollout.acting)))
+        self.take_version(self._subscriber.apply(WeightTargets(self, self._rollout.acting)))
 
     def take_version(self, version: int) -> None:
         """Act with another version of the weights."""
@@ -347,7 +345,7 @@ class WorkerCollector(Reachable):
     def load_saved_state(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """:meth:`load_state_dict`, whatever was published before."""
         self.load_state_dict(state_dict, **kwargs)
-        self._feed.skip()
+        self._subscriber.skip()
 
     def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
         """States of ``count`` workers, made of those of another number of them.

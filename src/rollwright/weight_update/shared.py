@@ -1,24 +1,223 @@
-"""Board: weights that one process publishes and others read, each publication complete or not at all."""
+"""Weights in shared memory: one process publishes, others read, each publication complete or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from rollwright._memory import Segment, aligned
+from rollwright._memory import Layout, Segment, aligned
 from rollwright._processes.fences import fence
 from rollwright._processes.forks import on_fork
-from rollwright.weight_update._slot import Slot, SlotLocation, Torn, dump_extras, load_extras
-from rollwright.weight_update._tables import EntrySpec, Table, spec_of
+from rollwright._processes.pickling import dumps
 from rollwright.weight_update.forms import State, is_extra
 
-__all__ = ["Board", "ModelWeights", "Publication"]
+EntrySpec = tuple[str, torch.Size, torch.dtype]
+
+
+class Model(NamedTuple):
+    """One model: its tensors, and room for the pickle of its extra state.
+
+    Attributes:
+        specs: name, shape and dtype of each tensor.
+        layout: of the tensors in the body; the pickle lies behind them.
+        room: for the pickle, in bytes.
+    """
+
+    specs: tuple[EntrySpec, ...]
+    layout: Layout[str]
+    room: int
+
+    @property
+    def end(self) -> int:
+        """The first free byte of the body behind it, aligned."""
+        return aligned(self.layout.end + self.room)
+
+
+class Table(NamedTuple):
+    """All models of a publication.
+
+    A publication's memory is the pickle of this table, then (aligned) its body: two int64 for each model (the stamp of
+    the publication that it is from, and the length of its extra state's pickle), then the models.
+
+    Attributes:
+        models: by id, in the order of the body.
+        num_bytes: of the body.
+    """
+
+    models: dict[str, Model]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, specs: Mapping[str, tuple[tuple[EntrySpec, ...], int]]) -> Table:
+        """A table for models, given what they hold and the room for their extra state in bytes."""
+        models, end = {}, aligned(16 * len(specs))
+        for model_id, (entries, room) in specs.items():
+            models[model_id] = Model(entries, Layout.of(entries, end), room)
+            end = models[model_id].end
+        return cls(models, end)
+
+    def changed(self, updates: Mapping[str, tuple[tuple[EntrySpec, ...], int]]) -> Table:
+        """This table if it has room for the updates; else a new one, with what they need and all other models."""
+        if all(self._takes(model_id, *needed) for model_id, needed in updates.items()):
+            return self
+        specs = {model_id: (model.specs, model.room) for model_id, model in self.models.items()}
+        for model_id, (entries, num_bytes) in updates.items():
+            room = specs[model_id][1] if model_id in specs else 0
+            specs[model_id] = entries, room if num_bytes <= room else 2 * aligned(num_bytes)
+        return Table.of(specs)
+
+    def _takes(self, model_id: str, entries: tuple[EntrySpec, ...], num_bytes: int) -> bool:
+        model = self.models.get(model_id)
+        return model is not None and num_bytes <= model.room and entries == model.specs
+
+    def dumps(self) -> bytes:
+        """As bytes."""
+        return pickle.dumps((self.models, self.num_bytes), 5)
+
+    @classmethod
+    def loads(cls, data: bytes) -> Table:
+        """Of :meth:`dumps`."""
+        return cls(*pickle.loads(data))
+
+
+def spec_of(tensors: Mapping[str, torch.Tensor]) -> tuple[EntrySpec, ...]:
+    """What tensors are."""
+    return tuple([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
+
+
+class SlotLocation(NamedTuple):
+    """Position and content of a slot's memory.
+
+    Attributes:
+        table_id: names the table; a slot whose place is the same holds tensors at the same addresses.
+        start: in the segment, in bytes.
+        capacity: in bytes.
+        table_bytes: length of the table's pickle.
+    """
+
+    table_id: int
+    start: int
+    capacity: int
+    table_bytes: int
+
+    def holds(self, table: Table, table_bytes: int) -> bool:
+        """Whether it has room for a table and its body."""
+        return aligned(table_bytes) + table.num_bytes <= self.capacity
+
+
+class Slot:
+    """Tensors over the memory at a place.
+
+    Args:
+        segment: where the place lies.
+        place: the place.
+        table: what lies there; None: read it there.
+        valid: whether what was read there is whole.
+
+    Raises:
+        Torn: it is not.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        place: SlotLocation,
+        *,
+        table: Table | None = None,
+        valid: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.place = place
+        self._memory = segment.map(place.start, place.capacity)
+        if table is None:
+            dumped = bytes(self._memory[: place.table_bytes])
+            if not valid():
+                raise Torn
+            table = Table.loads(dumped)
+        else:
+            dumped = table.dumps()
+            self._memory[: len(dumped)] = dumped
+        self.table = table
+        begin = aligned(place.table_bytes)
+        self._body = self._memory[begin : begin + table.num_bytes]
+        self._numbers = self._body[: 16 * len(table.models)].cast("q")
+        self._index = {model_id: index for index, model_id in enumerate(table.models)}
+        self._tensors = {model_id: model.layout.tensors(self._body) for model_id, model in table.models.items()}
+
+    def stamp(self, model_id: str) -> int:
+        """Of the publication that a model is from."""
+        return self._numbers[2 * self._index[model_id]]
+
+    def tensors(self, model_id: str) -> dict[str, torch.Tensor]:
+        """A model's tensors, by name; the same objects at each call."""
+        return self._tensors[model_id]
+
+    def extras(self, model_id: str) -> bytes:
+        """A copy of the pickle of a model's extra state; empty where it has none."""
+        model = self.table.models[model_id]
+        length = min(self._numbers[2 * self._index[model_id] + 1], model.room)
+        return bytes(self._body[model.layout.end : model.layout.end + length])
+
+    def write(self, model_id: str, stamp: int, tensors: dict[str, torch.Tensor], extras: bytes) -> None:
+        """Copy a model in."""
+        model, index = self.table.models[model_id], self._index[model_id]
+        with torch.no_grad():
+            copy_all(list(self._tensors[model_id].values()), list(tensors.values()))
+        self._body[model.layout.end : model.layout.end + len(extras)] = extras
+        self._numbers[2 * index], self._numbers[2 * index + 1] = stamp, len(extras)
+
+    def _bytes_of(self, model: Model) -> torch.Tensor:
+        return torch.frombuffer(self._body[model.layout.start : model.end], dtype=torch.uint8)
+
+    def carry_on(self, model_id: str, other: Slot) -> None:
+        """Copy a model from another slot, where it has the same layout."""
+        mine, theirs = self.table.models[model_id], other.table.models[model_id]
+        if mine.end > mine.layout.start:
+            self._bytes_of(mine).copy_(other._bytes_of(theirs))
+        index, source = 2 * self._index[model_id], 2 * other._index[model_id]
+        self._numbers[index : index + 2] = other._numbers[source : source + 2]
+
+    def release(self) -> None:
+        """Give the memory at this place back to the system; it reads as zeros from now on."""
+        mapped = self._memory.obj
+        if hasattr(mmap, "MADV_REMOVE") and isinstance(mapped, mmap.mmap):
+            with contextlib.suppress(OSError):  # a file system without holes keeps it
+                mapped.madvise(mmap.MADV_REMOVE)
+
+
+class Torn(Exception):
+    """Raised where the data that were read were being written."""
+
+
+def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy tensors one by one into others, of the same shapes, in few calls."""
+    if into:
+        torch._foreach_copy_(into, values)
+
+
+def dump_extras(extras: dict[str, Any]) -> bytes:
+    """A pickle of extra state, with the code of classes that another process cannot import."""
+    if not extras:
+        return b""
+    return dumps({name: _on_cpu(value) for name, value in extras.items()})
+
+
+def load_extras(dumped: bytes) -> dict[str, Any]:
+    """Of :func:`dump_extras`."""
+    return dict(pickle.loads(dumped)) if dumped else {}
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
 
 _PAGE = 4096
 _GRAIN = max(_PAGE, mmap.ALLOCATIONGRANULARITY)
@@ -36,7 +235,7 @@ class ModelWeights(NamedTuple):
     Attributes:
         stamp: of the publication that they are from.
         specs: name, shape and dtype of each tensor; equal objects at each take, mostly the same.
-        tensors: by name; views of memory that is whole only until :meth:`Board.take` returns, on the CPU.
+        tensors: by name; views of memory that is whole only until :meth:`SharedWeights.take` returns, on the CPU.
         extras: extra state by name.
     """
 
@@ -47,10 +246,10 @@ class ModelWeights(NamedTuple):
 
 
 class Publication(NamedTuple):
-    """The result of :meth:`Board.take`.
+    """The result of :meth:`SharedWeights.take`.
 
     Attributes:
-        stamp: names the publication; later ones have greater stamps, on all boards of a machine.
+        stamp: names the publication; later ones have greater stamps, in all of a machine.
         version: as published.
         models: those that are newer than what the reader has, by id.
     """
@@ -60,7 +259,7 @@ class Publication(NamedTuple):
     models: dict[str, ModelWeights]
 
 
-class Board:
+class SharedWeights:
     """Two slots in a segment, one of them current.
 
     A publication is written to the slot that is not current, and one store of an int64 makes it current. A reader
@@ -71,19 +270,19 @@ class Board:
 
     Publications are cumulative: the models that one leaves out are carried on from the last.
 
-    One process publishes at a time. Any number of processes and threads may read, each with a board and a number of its
-    own: see :meth:`as_reader`. A board is handed to a process while it starts.
+    One process publishes at a time. Any number of processes and threads may read, each with an object and a
+    number of its own: see :meth:`as_reader`. It is handed to a process while that starts.
 
     Args:
         segment: memory to use; None: new memory.
         reader: number of this reader.
 
     Example:
-        >>> board = Board()
-        >>> stamp = board.publish(1, {"policy": {"weight": torch.ones(2)}})
+        >>> weights = SharedWeights()
+        >>> stamp = weights.publish(1, {"policy": {"weight": torch.ones(2)}})
         >>> copies = []
-        >>> taken = board.take({}, lambda found: copies.append(found.models["policy"].tensors["weight"].clone()))
-        >>> board.version, taken.stamp == stamp, copies
+        >>> taken = weights.take({}, lambda found: copies.append(found.models["policy"].tensors["weight"].clone()))
+        >>> weights.version, taken.stamp == stamp, copies
         (1, True, [tensor([1., 1.])])
     """
 
@@ -104,11 +303,11 @@ class Board:
         self._publishing = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _board, (self.segment, self._reader)
+        return partial(SharedWeights, self.segment, reader=self._reader), ()
 
-    def as_reader(self, reader: int) -> Board:
-        """This board, for the reader of that number."""
-        return Board(self.segment, reader=reader)
+    def as_reader(self, reader: int) -> SharedWeights:
+        """The same weights, for the reader of that number."""
+        return SharedWeights(self.segment, reader=reader)
 
     @property
     def stamp(self) -> int:
@@ -259,7 +458,7 @@ class Board:
             self._pauses[self._reader] = self._pausing
 
     def ask_to_pause(self, pausing: bool) -> None:
-        """Ask the publisher to wait, or no more: for a reader that takes from several boards."""
+        """Ask the publisher to wait, or no more: for a reader that takes from several."""
         self._pausing = pausing
         self._pauses[self._reader] = pausing
 
@@ -306,10 +505,6 @@ class Board:
                 raise Torn
             slot = self._slots[number] = Slot(self.segment, place, valid=valid)
         return slot
-
-
-def _board(segment: Segment, reader: int) -> Board:
-    return Board(segment, reader=reader)
 
 
 def _packed(state: State) -> tuple[dict[str, torch.Tensor], bytes]:

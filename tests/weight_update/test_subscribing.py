@@ -1,4 +1,4 @@
-"""WeightFeed: what was published reaches the models, all of it, in order."""
+"""WeightSubscriber: what was published reaches the models, all of it, in order."""
 
 import random
 import time
@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from rollwright.weight_update._board import Board
-from rollwright.weight_update.feed import WeightFeed
 from rollwright.weight_update.forms import flat_state
-from rollwright.weight_update.publisher import Publisher, Update
+from rollwright.weight_update.schemes import Publisher
+from rollwright.weight_update.shared import SharedWeights
+from rollwright.weight_update.subscribing import WeightSubscriber
 
 
 class Worker:
@@ -36,11 +36,11 @@ def value_of(module):
 
 @pytest.fixture
 def boards():
-    return [Board(), Board()]
+    return [SharedWeights(), SharedWeights()]
 
 
 def test_due_until_applied(boards):
-    feed, worker = WeightFeed(boards), Worker(policy=linear())
+    feed, worker = WeightSubscriber(boards), Worker(policy=linear())
     assert not feed.due
     assert feed.apply(worker) == 0
     boards[1].publish(3, {"policy": linear(3).state_dict()})
@@ -51,7 +51,7 @@ def test_due_until_applied(boards):
 
 
 def test_the_later_board_wins(boards):
-    feed, worker = WeightFeed(boards), Worker(policy=linear(), other=linear())
+    feed, worker = WeightSubscriber(boards), Worker(policy=linear(), other=linear())
     boards[0].publish(1, {"policy": linear(1).state_dict(), "other": linear(1).state_dict()})
     boards[1].publish(2, {"policy": linear(2).state_dict()})
     assert feed.apply(worker) == 2
@@ -88,7 +88,7 @@ def test_of_a_model_and_its_parts_the_last_publication_wins(boards, seed, kind):
     draw = random.Random(seed)
     policy = kind()
     worker = Worker(policy=policy, actor=policy.actor, critic=policy.critic)
-    feed, expected = WeightFeed(boards), {"actor": 0.0, "critic": 0.0}
+    feed, expected = WeightSubscriber(boards), {"actor": 0.0, "critic": 0.0}
     for version in range(1, 60):
         model_id = draw.choice(["policy", "actor", "critic"])
         new = kind(version) if model_id == "policy" else linear(version)
@@ -99,7 +99,7 @@ def test_of_a_model_and_its_parts_the_last_publication_wins(boards, seed, kind):
             assert {name: value_of(getattr(policy, name)) for name in expected} == expected
         if draw.random() < 0.1:
             new_policy = kind()
-            WeightFeed(boards).apply(Worker(policy=new_policy, actor=new_policy.actor, critic=new_policy.critic))
+            WeightSubscriber(boards).apply(Worker(policy=new_policy, actor=new_policy.actor, critic=new_policy.critic))
             assert {name: value_of(getattr(new_policy, name)) for name in expected} == expected
 
 
@@ -108,7 +108,7 @@ def test_a_new_worker_gets_the_last_of_each_model(boards):
     boards[1].publish(2, {"policy": linear(2).state_dict()})
     boards[0].publish(3, {"other": linear(3).state_dict()})
     worker = Worker(policy=linear(), other=linear())
-    assert WeightFeed(boards).apply(worker) == 3
+    assert WeightSubscriber(boards).apply(worker) == 3
     assert [value_of(module) for module in worker.models.values()] == [2, 3]
 
 
@@ -126,14 +126,14 @@ def test_nothing_older_is_missing(boards):
     boards[0].publish(1, {"policy": linear(1).state_dict()})
     boards[1].publish(2, {"other": linear(2).state_dict()})
     worker = Meddled(policy=linear(), other=linear())
-    assert WeightFeed(boards).apply(worker) == 5
+    assert WeightSubscriber(boards).apply(worker) == 5
     assert [value_of(module) for module in worker.models.values()] == [3, 5]
 
 
 def test_skip(boards):
     worker = Worker(policy=linear(7), other=linear(7))
     boards[0].publish(1, {"policy": linear(1).state_dict(), "other": linear(1).state_dict()})
-    feed = WeightFeed(boards)
+    feed = WeightSubscriber(boards)
     feed.skip()
     assert not feed.due
     boards[0].publish(2, {"policy": linear(2).state_dict()})
@@ -165,7 +165,7 @@ class Statistics(nn.Module):
 
 def test_extra_state_and_buffers(boards):
     learner, worker = Statistics(), Worker(policy=Statistics())
-    feed, copy = WeightFeed(boards), worker.models["policy"]
+    feed, copy = WeightSubscriber(boards), worker.models["policy"]
     for version in range(1, 4):
         learner(torch.ones(2))
         copy(torch.zeros(2))
@@ -181,7 +181,7 @@ def test_extra_state_and_buffers(boards):
 def test_buffers_that_were_put_in_place_of_others(boards):
     """A cached tensor would be the wrong one."""
     module = nn.BatchNorm1d(2)
-    worker, feed = Worker(policy=module), WeightFeed(boards)
+    worker, feed = Worker(policy=module), WeightSubscriber(boards)
     boards[0].publish(1, {"policy": module.state_dict()})
     feed.apply(worker)
     module.running_mean = torch.full((2,), 5.0)
@@ -195,7 +195,7 @@ def test_buffers_that_were_put_in_place_of_others(boards):
 
 def test_modules_that_were_put_in_place_of_others(boards):
     module = nn.Sequential(linear(1), nn.Tanh(), nn.Sequential(linear(1)))
-    worker, feed = Worker(policy=module), WeightFeed(boards)
+    worker, feed = Worker(policy=module), WeightSubscriber(boards)
     for version in range(2, 5):
         source = nn.Sequential(linear(version), nn.Tanh(), nn.Sequential(linear(version)))
         boards[0].publish(version, {"policy": source.state_dict()})
@@ -210,7 +210,7 @@ def test_modules_that_were_put_in_place_of_others(boards):
 
 def test_a_module_that_has_grown(boards):
     module = nn.Sequential(linear(1))
-    worker, feed = Worker(policy=module), WeightFeed(boards)
+    worker, feed = Worker(policy=module), WeightSubscriber(boards)
     boards[0].publish(1, {"policy": module.state_dict()})
     feed.apply(worker)
     module.append(linear(1))
@@ -225,7 +225,7 @@ def test_a_module_that_loads_in_its_own_way(boards):
             state_dict[prefix + "weight"] = 2 * state_dict[prefix + "weight"]
             super()._load_from_state_dict(state_dict, prefix, *args)
 
-    worker, feed = Worker(policy=nn.Sequential(Doubles(2, 1))), WeightFeed(boards)
+    worker, feed = Worker(policy=nn.Sequential(Doubles(2, 1))), WeightSubscriber(boards)
     for version in (1, 2):
         boards[0].publish(version, {"policy": nn.Sequential(linear(version)).state_dict()})
         feed.apply(worker)
@@ -233,7 +233,7 @@ def test_a_module_that_loads_in_its_own_way(boards):
 
 
 def test_dtypes_are_cast(boards):
-    worker, feed = Worker(policy=linear().bfloat16()), WeightFeed(boards)
+    worker, feed = Worker(policy=linear().bfloat16()), WeightSubscriber(boards)
     boards[0].publish(1, {"policy": linear(3).state_dict()})
     feed.apply(worker)
     assert worker.models["policy"].weight.dtype == torch.bfloat16
@@ -243,7 +243,7 @@ def test_dtypes_are_cast(boards):
 def test_parameters_stay_those_that_they_were(boards):
     module = linear()
     before = module.weight
-    feed = WeightFeed(boards)
+    feed = WeightSubscriber(boards)
     boards[0].publish(1, {"policy": linear(3).state_dict()})
     feed.apply(Worker(policy=module))
     assert module.weight is before
@@ -254,16 +254,16 @@ def test_parameters_stay_those_that_they_were(boards):
 def test_weights_that_do_not_fit(boards):
     boards[0].publish(1, {"policy": nn.Linear(3, 1).state_dict()})
     with pytest.raises(ValueError, match=r"'weight' has shape \[1, 3\], expected \[1, 2\]"):
-        WeightFeed(boards).apply(Worker(policy=linear()))
+        WeightSubscriber(boards).apply(Worker(policy=linear()))
     with pytest.raises(TypeError, match="is no nn"):
-        WeightFeed(boards).apply(Worker(policy=print))
+        WeightSubscriber(boards).apply(Worker(policy=print))
 
 
 def test_a_small_policy_takes_little_time(boards):
     def actor():
         return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
 
-    worker, feed, weights, times = Worker(policy=actor()), WeightFeed(boards), actor().state_dict(), []
+    worker, feed, weights, times = Worker(policy=actor()), WeightSubscriber(boards), actor().state_dict(), []
     for version in range(300):
         boards[0].publish(version, {"policy": weights})
         begun = time.perf_counter()
@@ -277,17 +277,16 @@ def test_a_small_policy_takes_little_time(boards):
 
 def test_what_is_for_all_is_copied_once():
     publisher = Publisher(3)
-    publisher.publish([Update(None, {"policy": linear(1).state_dict()})], version=1)
-    assert [[board.version for board in publisher.boards(worker)] for worker in range(3)] == [[1, -1]] * 3
+    publisher.publish(1, {"policy": linear(1).state_dict()})
+    assert [[board.version for board in publisher.weights_of(worker)] for worker in range(3)] == [[1, -1]] * 3
 
 
 def test_what_is_for_some_reaches_no_other():
     publisher = Publisher(3)
     workers = [Worker(policy=linear()) for _ in range(3)]
-    feeds = [WeightFeed(publisher.boards(number)) for number in range(3)]
-    publisher.publish(
-        [Update([0], {"policy": linear(1).state_dict()}), Update([2], {"policy": linear(2).state_dict()})], version=1
-    )
+    feeds = [WeightSubscriber(publisher.weights_of(number)) for number in range(3)]
+    for receiver, value in ((0, 1), (2, 2)):
+        publisher.publish(1, {"policy": linear(value).state_dict()}, [receiver])
     assert [feed.due for feed in feeds] == [True, False, True]
     for feed, worker in zip(feeds, workers, strict=True):
         feed.apply(worker)
@@ -297,7 +296,8 @@ def test_what_is_for_some_reaches_no_other():
 
 def test_a_dead_worker_is_forgotten():
     publisher = Publisher(2)
-    for board in publisher.boards(1):
+    for board in publisher.weights_of(1):
         board.ask_to_pause(True)
     publisher.forget(1)
-    publisher.publish([Update(None, {}), Update([1], {})], version=1, timeout_s=1e9)
+    for receivers in (None, [1]):
+        publisher.publish(1, {}, receivers, timeout_s=1e9)

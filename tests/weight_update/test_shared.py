@@ -1,4 +1,4 @@
-"""Board: what is published is what is taken, in one process."""
+"""SharedWeights: what is published is what is taken, in one process."""
 
 import copy
 import os
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from rollwright.weight_update import _slot
-from rollwright.weight_update._board import Board
+from rollwright.weight_update import shared
+from rollwright.weight_update.shared import SharedWeights
 
 KINDS = {
     "float32": torch.randn(3, 4),
@@ -45,13 +45,13 @@ def filled(value, size=3):
 
 
 def test_nothing_is_published_at_first():
-    board = Board()
+    board = SharedWeights()
     assert (board.stamp, board.version) == (0, -1)
     assert taken(board) == (None, {})
 
 
 def test_every_kind_of_tensor():
-    board = Board()
+    board = SharedWeights()
     board.publish(1, {"policy": KINDS})
     _, copies = taken(board.as_reader(1))
     assert copies["policy"].keys() == KINDS.keys()
@@ -62,7 +62,7 @@ def test_every_kind_of_tensor():
 
 
 def test_what_is_published_is_a_copy():
-    board, weights = Board(), filled(1)
+    board, weights = SharedWeights(), filled(1)
     board.publish(1, {"policy": weights})
     weights["w"].zero_()
     assert taken(board)[1]["policy"]["w"].tolist() == [1, 1, 1]
@@ -71,7 +71,7 @@ def test_what_is_published_is_a_copy():
 def test_tied_parameters():
     module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     module["b"].weight = module["a"].weight
-    board = Board()
+    board = SharedWeights()
     board.publish(1, {"policy": module.state_dict()})
     _, copies = taken(board)
     assert torch.equal(copies["policy"]["a.weight"], module["a"].weight)
@@ -79,7 +79,7 @@ def test_tied_parameters():
 
 
 def test_versions_and_stamps():
-    board = Board()
+    board = SharedWeights()
     stamps = [board.publish(version, {"policy": filled(version)}) for version in (1, 2, 7, 3)]
     assert stamps == sorted(set(stamps))
     assert (board.version, board.stamp) == (3, stamps[-1])
@@ -87,7 +87,7 @@ def test_versions_and_stamps():
 
 
 def test_a_publication_carries_the_other_models_on():
-    board = Board()
+    board = SharedWeights()
     reader = board.as_reader(1)
     first = board.publish(1, {"actor": filled(1), "critic": filled(10, size=5)})
     for version in range(2, 6):
@@ -100,7 +100,7 @@ def test_a_publication_carries_the_other_models_on():
 
 
 def test_a_reader_takes_what_it_does_not_have():
-    board = Board()
+    board = SharedWeights()
     first = board.publish(1, {"actor": filled(1), "critic": filled(1)})
     second = board.publish(2, {"actor": filled(2)})
     assert taken(board, {"actor": first, "critic": first})[1].keys() == {"actor"}
@@ -110,7 +110,7 @@ def test_a_reader_takes_what_it_does_not_have():
 
 
 def test_a_version_without_weights():
-    board = Board()
+    board = SharedWeights()
     board.publish(1, {"policy": filled(1)})
     board.publish(2, {})
     found, copies = taken(board)
@@ -122,7 +122,7 @@ def test_extra_state_of_any_size():
         def __init__(self, value):
             self.value = value
 
-    board = Board()
+    board = SharedWeights()
     reader = board.as_reader(1)
     for length in (1, 10, 3, 100_000, 5, 0):
         board.publish(length, {"policy": {**filled(length), "norm._extra_state": {"text": "x" * length}}})
@@ -134,7 +134,7 @@ def test_extra_state_of_any_size():
 
 
 def test_names_shapes_and_dtypes_may_change():
-    board = Board()
+    board = SharedWeights()
     reader = board.as_reader(1)
     for version, weights in enumerate(
         [filled(1), filled(2, size=100_000), filled(3), {"v": torch.zeros(2).double()}, {}, filled(4, size=200_000)]
@@ -147,7 +147,7 @@ def test_names_shapes_and_dtypes_may_change():
 
 
 def test_models_may_be_added():
-    board = Board()
+    board = SharedWeights()
     reader = board.as_reader(1)
     for count in range(1, 20):
         board.publish(count, {f"model {count}": filled(count, size=1000 * count)})
@@ -158,7 +158,7 @@ def test_models_may_be_added():
 
 
 def test_memory_that_is_outgrown_is_given_back():
-    board = Board()
+    board = SharedWeights()
     for size in range(1, 60):
         board.publish(size, {"policy": filled(size, size=size * 10_000)})
     in_memory = 512 * os.fstat(board.segment.fd).st_blocks
@@ -166,7 +166,7 @@ def test_memory_that_is_outgrown_is_given_back():
 
 
 def test_the_same_weights_take_no_new_memory():
-    board = Board()
+    board = SharedWeights()
     for version in range(3):
         board.publish(version, {"policy": filled(version), "critic": filled(version)})
     size = board.segment.num_bytes
@@ -184,7 +184,7 @@ def test_a_publication_that_fails_leaves_the_last_one():
                 raise RuntimeError("no copy")
             return super().__torch_function__(func, types, args, kwargs)
 
-    board = Board()
+    board = SharedWeights()
     board.publish(1, {"policy": filled(1), "critic": filled(10)})
     bad = {"w": torch.zeros(3).as_subclass(Refuses)}
     with pytest.raises(RuntimeError, match="no copy"):
@@ -201,12 +201,12 @@ def test_a_copy_that_fails_half_way_is_not_taken_for_what_was_there(monkeypatch)
         into[0].copy_(values[0])
         raise RuntimeError("no more")
 
-    board = Board()
+    board = SharedWeights()
     board.publish(1, {"policy": filled(1), "critic": filled(10)})
     board.publish(2, {"policy": filled(2)})  # the critic is the same in both slots now
     board.publish(3, {"policy": filled(3)})
     with monkeypatch.context() as patch:
-        patch.setattr(_slot, "copy_all", half)
+        patch.setattr(shared, "copy_all", half)
         with pytest.raises(RuntimeError, match="no more"):
             board.publish(4, {"critic": filled(11)})
     board.publish(5, {"policy": filled(5)})
@@ -216,11 +216,11 @@ def test_a_copy_that_fails_half_way_is_not_taken_for_what_was_there(monkeypatch)
 
 def test_no_tensor_where_one_is_expected():
     with pytest.raises(TypeError, match="expected a tensor at 'w', got float"):
-        Board().publish(1, {"policy": {"w": 1.0}})
+        SharedWeights().publish(1, {"policy": {"w": 1.0}})
 
 
 def test_another_publisher_goes_on():
-    first = Board()
+    first = SharedWeights()
     first.publish(1, {"actor": filled(1), "critic": filled(2)})
     first.publish(2, {"actor": filled(3)})
     second = copy.copy(first)
@@ -234,7 +234,7 @@ def test_another_publisher_goes_on():
 
 
 def test_a_reader_that_is_overtaken_copies_again():
-    board = Board()
+    board = SharedWeights()
     board.publish(0, {"policy": filled(0)})
     seen = []
 
@@ -250,7 +250,7 @@ def test_a_reader_that_is_overtaken_copies_again():
 
 
 def test_one_publication_behind_is_whole():
-    board = Board()
+    board = SharedWeights()
     board.publish(0, {"policy": filled(0)})
     seen = []
 
@@ -263,7 +263,7 @@ def test_one_publication_behind_is_whole():
 
 
 def test_a_publisher_waits_for_a_reader_that_failed_three_times():
-    board = Board()
+    board = SharedWeights()
     board.publish(0, {"policy": filled(0)})
     reader, pauses = board.as_reader(7), []
 
@@ -279,7 +279,7 @@ def test_a_publisher_waits_for_a_reader_that_failed_three_times():
 
 
 def test_a_dead_reader_is_waited_for_once():
-    board = Board()
+    board = SharedWeights()
     board.publish(0, {"policy": filled(0)})
     board.as_reader(7).ask_to_pause(True)
     board.publish(1, {"policy": filled(1)}, timeout_s=0.01)
@@ -290,7 +290,7 @@ def test_a_dead_reader_is_waited_for_once():
 
 
 def test_what_a_reader_took_can_be_seen():
-    board = Board()
+    board = SharedWeights()
     stamp = board.publish(0, {"policy": filled(0)})
     assert board.stamp_taken(3) == 0
     taken(board.as_reader(3))
