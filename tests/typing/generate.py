@@ -94,15 +94,6 @@ from rollwright.collectors.options import Buffer, Device, Interrupts
 from rollwright.collectors.workers.transports.backends import Backend
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
-
-__all__ = [
-    "CollectorKeywords",
-    "CommonKeywords",
-    "EvaluatorKeywords",
-    "LLMKeywords",
-    "MultiKeywords",
-    "WorkerKeywords",
-]
 """
     for name, base, options, about in (
         ("CommonKeywords", "TypedDict", [(o, kind) for o, kind, many in fields if not many], "all collectors"),

@@ -6,8 +6,6 @@ import ctypes
 import functools
 import os
 
-__all__ = ["check_fits", "keep_freed_memory"]
-
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 _MOST_MAPPED = 32 * 2**20  # some versions take no more
 

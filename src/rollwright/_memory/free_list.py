@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from rollwright._memory.layout import aligned
 
-__all__ = ["FreeList"]
-
 
 class FreeList:
     """Allocates stretches of a memory that grows, and takes them back.

@@ -11,8 +11,6 @@ import torch
 
 from rollwright._memory.segment import Segment
 
-__all__ = ["ALIGNMENT", "Field", "Layout", "aligned", "in_numpy"]
-
 ALIGNMENT = 64  # bytes: a cache line, so that no two arrays share one
 
 K = TypeVar("K", bound=Hashable)

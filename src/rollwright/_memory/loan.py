@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import weakref
 
-__all__ = ["Loan"]
-
 
 class Loan:
     """Says whether anything still reads memory that was borrowed.

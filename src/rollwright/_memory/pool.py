@@ -13,8 +13,6 @@ from rollwright._memory.allocator import check_fits
 from rollwright._memory.layout import Field, in_numpy
 from rollwright._memory.loan import Loan
 
-__all__ = ["EntryMemory", "MemoryPool", "Slab"]
-
 
 class EntryMemory(NamedTuple):
     """Memory for one entry of a batch.

@@ -14,8 +14,6 @@ from typing import Any
 
 from rollwright._files import unnamed_file
 
-__all__ = ["Segment"]
-
 _BLOCK = 4096
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 

@@ -1,3 +1,1 @@
 """Processes: how they are started, exchange messages, report errors, and end."""
-
-__all__: list[str] = []

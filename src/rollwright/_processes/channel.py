@@ -17,8 +17,6 @@ from rollwright._processes.connection import NOTHING
 from rollwright._processes.forks import on_fork
 from rollwright._processes.pickling import dumps
 
-__all__ = ["ByValue", "Channel", "ChannelClosed"]
-
 _HEADER = 8
 _CHUNK = 1 << 16
 _LONGEST_WAIT_S = 1e6  # that the system takes

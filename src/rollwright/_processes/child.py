@@ -22,8 +22,6 @@ from rollwright._processes.file_limit import raise_file_limit
 from rollwright._processes.start.methods import check_start_method, new_process
 from rollwright._processes.start.server import allow_interrupts
 
-__all__ = ["STOPPED_S", "Child"]
-
 STOPPED_S = 120.0  # that a process which a signal has stopped is waited for, by default
 
 _EXIT_S = 1.0  # for all children together, when this process ends

@@ -8,8 +8,6 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from rollwright._processes.failures import ExceptionInfo
 
-__all__ = ["NOTHING", "Connection", "ExitReason", "end_all"]
-
 NOTHING: Final = object()
 """What :meth:`Connection.take` returns where no message has arrived."""
 

@@ -12,8 +12,6 @@ from enum import IntEnum
 from multiprocessing import util
 from typing import Any
 
-__all__ = ["ExitStage", "call_at_exit", "cancel_at_exit", "rest_if_ending"]
-
 _Function = Callable[[], None]
 
 _BEFORE_ALL_OTHERS = 1000  # of what multiprocessing does at exit

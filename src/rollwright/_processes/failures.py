@@ -11,8 +11,6 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from rollwright.errors import RemoteTraceback, WorkerError, text_of
 
-__all__ = ["ExceptionInfo"]
-
 
 @dataclass(frozen=True)
 class ExceptionInfo:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["fence"]
-
 
 def fence() -> None:
     """Keep loads and stores before this call before those after it, for all processes that see the memory."""

@@ -8,8 +8,6 @@ import functools
 import resource
 from collections.abc import Iterator
 
-__all__ = ["file_limit_named", "is_file_limit", "raise_file_limit"]
-
 
 @functools.cache
 def raise_file_limit() -> None:

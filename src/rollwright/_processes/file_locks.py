@@ -12,8 +12,6 @@ import weakref
 from rollwright._memory import Segment
 from rollwright._processes.forks import on_fork
 
-__all__ = ["FileLocks"]
-
 _SETLK, _GETLK = getattr(fcntl, "F_OFD_SETLK", None), getattr(fcntl, "F_OFD_GETLK", None)
 _FLOCK = "@hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 

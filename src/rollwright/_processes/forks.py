@@ -9,8 +9,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Forked", "not_here", "on_fork"]
-
 _WAIT_S = 5.0  # of a fork, for all locks together
 
 

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Heartbeats"]
-
 
 class Heartbeats:
     """Watches a value of each process that changes as long as the process is not stuck.

@@ -14,8 +14,6 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-__all__ = ["dumps", "dumps_by_name", "is_sending"]
-
 _Packages = dict[str, tuple[ModuleSpec | None, tuple[str, ...]]]  # outermost ones, by name, and their folders
 
 _lock = threading.RLock()  # a pickle may hold another

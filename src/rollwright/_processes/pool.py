@@ -14,8 +14,6 @@ from rollwright._processes.connection import NOTHING, Connection, ExitReason, en
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.questions import Questions
 
-__all__ = ["Answer", "Ended", "Pool", "Ready"]
-
 _NAP_S = 0.2
 _EXIT_S = 1.0  # for a process to end that has closed its connection
 

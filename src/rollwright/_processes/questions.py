@@ -6,8 +6,6 @@ from typing import Any
 
 from rollwright._processes.connection import ExitReason
 
-__all__ = ["Question", "Questions"]
-
 
 class Question:
     """One question, which several processes may be asked.

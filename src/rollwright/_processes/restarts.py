@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["RestartPolicy"]
-
 _LONGEST_S = 60.0
 _HEALTHY = 10.0  # times the last delay
 

@@ -14,8 +14,6 @@ import torch
 from rollwright._processes.exits import ExitStage, call_at_exit
 from rollwright._processes.forks import not_here, on_fork
 
-__all__ = ["DaemonThread", "Fillers"]
-
 _EXIT_S = 1.0  # for all threads together, when the process ends
 _LAST_STEP_S = 1.0  # for a thread that has finished to be gone
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any, Literal, get_args
 
-__all__ = ["WorkerStats", "check_worker_stats", "checked_seed", "checked_state"]
-
 #: What ``stats()`` takes as ``workers``.
 WorkerStats = bool | Literal["aggregate", "per_worker", "both"]
 

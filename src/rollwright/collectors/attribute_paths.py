@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["Reachable", "resolve"]
-
 _PART = re.compile(r"""\.?(?P<name>[A-Za-z_]\w*)|\[(?P<index>-?\d+)\]|\[(?P<quote>['"])(?P<key>.*?)(?P=quote)\]""")
 
 

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from rollwright.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
     from rollwright.collectors.rollout.environment import EnvMakers
 
-__all__ = ["Collector"]
 
 MYPY = False  # which mypy takes to be true
 

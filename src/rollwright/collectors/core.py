@@ -20,18 +20,6 @@ from rollwright._keys import NestedKey
 from rollwright.envs.arrays import Values
 from rollwright.errors import NotNative
 
-__all__ = [
-    "Actor",
-    "DataCursor",
-    "Delivery",
-    "Path",
-    "RolloutObserver",
-    "Stage",
-    "TrajectoryIds",
-    "UnfitOutputs",
-    "never",
-]
-
 
 def never() -> bool:
     """A condition that does not hold."""

@@ -11,18 +11,6 @@ from rollwright.data.replay_buffers import SliceSampler
 if TYPE_CHECKING:
     from rollwright.collectors.options import CollectorOptions
 
-__all__ = [
-    "add_filler",
-    "buffer_of",
-    "check_delivery",
-    "draws_slices",
-    "is_service",
-    "ledger_of",
-    "storage_ndim",
-    "warn_of_options",
-    "warn_of_splits",
-    "write_count_of",
-]
 
 _METHODS = ("extend", "add", "sample")
 _AGAINST_TRAJS = {

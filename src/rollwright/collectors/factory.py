@@ -11,16 +11,6 @@ from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.collectors.workers.transports.backends import known_backend, num_workers_of
 from rollwright.envs.libs.foreign import makers_in
 
-__all__ = [
-    "BackendOptions",
-    "local_options",
-    "make_with_workers",
-    "makers_of_workers",
-    "num_in_each",
-    "register_workers",
-    "wants_workers",
-]
-
 _makers: list[Callable[..., Any]] = []  # of collectors with workers
 
 

@@ -12,15 +12,6 @@ from rollwright.collectors.workers.transports.backends import Backend
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 
-__all__ = [
-    "CollectorKeywords",
-    "CommonKeywords",
-    "EvaluatorKeywords",
-    "LLMKeywords",
-    "MultiKeywords",
-    "WorkerKeywords",
-]
-
 
 class CommonKeywords(TypedDict, total=False):
     """Options of all collectors."""

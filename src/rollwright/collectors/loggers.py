@@ -16,8 +16,6 @@ from tensordict import TensorDictBase
 from rollwright.data.layout import MASK, TRAJ_IDS
 from rollwright.errors import require
 
-__all__ = ["TensorBoardLogger"]
-
 _EXTRA, _PURPOSE = "tensorboard", "TensorBoardLogger"
 
 

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from rollwright.collectors.keywords import MultiKeywords
     from rollwright.collectors.rollout.environment import EnvMakers
 
-__all__ = ["AsyncCollector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
-
 
 _WHOLE = (  # options of this collector that are others for its workers
     *("total_frames", "trajs_per_batch", "groups_per_batch", "traj_format"),

@@ -18,8 +18,6 @@ from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 from rollwright.weight_update.schemes import as_schemes, check_schemes
 from rollwright.weight_update.updaters import check_updater
 
-__all__ = ["DEVICES", "Buffer", "CollectorOptions", "ConversationOptions", "Device", "Interrupts"]
-
 Device = torch.device | str | int
 DEVICES = ("device", "policy_device", "env_device", "storing_device")
 """Options that name devices."""

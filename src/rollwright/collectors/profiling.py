@@ -13,8 +13,6 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from rollwright._processes.exits import ExitStage, call_at_exit, cancel_at_exit
 
-__all__ = ["Profile", "ProfileConfig", "RolloutProfiler", "named_range", "ranges_enabled"]
-
 Call = TypeVar("Call", bound=Callable[..., Any])
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
 

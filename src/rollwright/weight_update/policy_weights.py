@@ -15,19 +15,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-__all__ = [
-    "JoinedWeights",
-    "globals_read",
-    "is_never_copied",
-    "modules_in",
-    "is_of_library",
-    "leads_to_weights",
-    "parts",
-    "tensors_of",
-    "things_in",
-    "weights_of",
-]
-
 _DEPTH = 6  # containers, objects and functions around a module
 _LONGEST = 10_000  # elements of a list that is searched for modules
 _OF_MODULES = vars(nn.Module()).keys()

@@ -16,15 +16,6 @@ from torch import nn
 
 from rollwright.weight_update.forms import tensordict_of
 
-__all__ = [
-    "LocalWeightsUpdaterBase",
-    "MultiProcessedWeightUpdater",
-    "RemoteModuleWeightUpdater",
-    "RemoteWeightsUpdaterBase",
-    "VanillaWeightUpdater",
-    "WeightUpdaterBase",
-]
-
 Worker = int | torch.device
 
 

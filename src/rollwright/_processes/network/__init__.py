@@ -1,3 +1,1 @@
 """Connections between machines: the proof of a secret, and a line for messages and raw memory."""
-
-__all__: list[str] = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["SECRET", "checked_address", "checked_secret", "parse_address", "secret_of"]
-
 SECRET = "ROLLWRIGHT_SECRET"
 """The environment variable that holds the secret of a run."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-__all__ = ["Carrier", "CarrierFailed", "CarrierOffer", "Carriers"]
-
 
 class CarrierFailed(ConnectionError):
     """Pieces of a message can no longer be moved; the message says by what, and why."""

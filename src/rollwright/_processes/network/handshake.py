@@ -16,8 +16,6 @@ from typing import Any
 
 from rollwright._processes.network.line import Keys, Line
 
-__all__ = ["HandshakeRefused", "IncomingHandshake", "RefusedForNow", "connect_to", "software_versions"]
-
 _MARK = b"rollwright 3\n"
 _NONCE, _PROOF, _SIZE = 32, 32, 4
 _LONGEST = 1 << 14

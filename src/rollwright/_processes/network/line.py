@@ -20,8 +20,6 @@ from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.forks import on_fork
 from rollwright._processes.network.carrier import Carrier, CarrierFailed
 
-__all__ = ["Keys", "Line", "MessageForged", "Pieces"]
-
 Pieces = Sequence[memoryview]
 
 _WORD, _CODE = 8, 32

@@ -13,8 +13,6 @@ from typing import Any
 from rollwright._processes.file_limit import is_file_limit, raise_file_limit
 from rollwright._processes.network.handshake import IncomingHandshake
 
-__all__ = ["Listener"]
-
 _MOST_PENDING = 64
 _LEAST_S = 1.0  # that each has to prove what it must, though others wait
 _FULL_S = 1.0  # until it accepts again, where this process has too many open files

@@ -20,8 +20,6 @@ from rollwright._processes.exits import ExitStage, call_at_exit
 from rollwright._processes.forks import on_fork
 from rollwright._processes.network.carrier import CarrierFailed
 
-__all__ = ["PairCarrier", "tensor_over"]
-
 _CHUNK = 1 << 23  # bytes that are moved by one operation
 _AT_ONCE = 4  # operations that are begun before the first has ended
 _TAG, _ABORT_TAG = 0, 1

@@ -17,8 +17,6 @@ from rollwright._processes.child import Child
 from rollwright._processes.connection import NOTHING
 from rollwright._processes.failures import ExceptionInfo
 
-__all__ = ["ObjectActor", "ProcessActor"]
-
 _NAP_S = 1.0
 _END_S = 5.0
 _log = logging.getLogger("rollwright")

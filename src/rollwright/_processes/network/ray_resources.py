@@ -7,8 +7,6 @@ from typing import Any
 
 from rollwright._options import refuse_unknown
 
-__all__ = ["asked_text", "check_cluster", "check_remote_config", "configs_of"]
-
 _KNOWN = (
     "num_cpus",
     "num_gpus",

@@ -13,8 +13,6 @@ from typing import Any
 from rollwright._options import refuse_unknown
 from rollwright.errors import require
 
-__all__ = ["RaySession", "check_ray_init_config", "leave_connected"]
-
 _ANSWER_S = 5.0
 _lock = threading.Lock()
 _open: set[RaySession] = set()

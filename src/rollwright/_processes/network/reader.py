@@ -8,8 +8,6 @@ import time
 import weakref
 from collections.abc import Callable
 
-__all__ = ["BackgroundReader"]
-
 _ABSENT_S = 0.05
 _JOIN_S = 2.0
 

@@ -18,8 +18,6 @@ from rollwright._processes.forks import on_fork
 from rollwright._processes.network.carrier import CarrierFailed
 from rollwright._processes.network.pair import tensor_over
 
-__all__ = ["RpcCarrier"]
-
 _CHUNK = 1 << 23  # bytes that one call brings
 _open: weakref.WeakValueDictionary[str, RpcCarrier] = weakref.WeakValueDictionary()  # by key
 

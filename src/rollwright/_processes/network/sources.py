@@ -16,8 +16,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["Source", "loads_with_sources", "with_sources"]
-
 _MOST_BYTES = 16 << 20
 _IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([A-Za-z_]\w*)", re.M)
 _read: dict[str, tuple[int, bytes]] = {}  # by file: when it was changed, and what is in it

@@ -1,3 +1,1 @@
 """How processes start: the fork server, what it imports, and the other methods."""
-
-__all__: list[str] = []

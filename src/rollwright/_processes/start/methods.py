@@ -31,8 +31,6 @@ from typing import Any
 from rollwright._files import unnamed_file
 from rollwright._processes.start.server import ForkRequest
 
-__all__ = ["SERVER_IMPORTS", "START_METHODS", "check_start_method", "new_process", "use_server"]
-
 START_METHODS = ("forkserver", "spawn", "fork")
 SERVER_IMPORTS: list[str] = []  # modules that a new server imports beside this package
 _SERVER_S = 300.0  # for the server to import what it needs, and to fork

@@ -18,8 +18,6 @@ import sys
 from multiprocessing import forkserver, resource_tracker, spawn, util
 from typing import Any, NamedTuple
 
-__all__ = ["MAX_FDS", "ForkRequest", "allow_interrupts", "main", "run"]
-
 MAX_FDS = 250  # in one message; the system takes 253
 _REQUEST = b"fork"
 

@@ -16,12 +16,6 @@ from rollwright.collectors.workers.options import WorkerOptions
 if TYPE_CHECKING:
     from rollwright.collectors.rollout.environment import EnvMakers
 
-__all__ = [
-    "DistributedCollector",
-    "DistributedDataCollector",
-    "DistributedSyncCollector",
-    "DistributedSyncDataCollector",
-]
 
 _LEFT_OUT = ("backend", "num_workers", "update_at_each_batch")  # said otherwise here
 

@@ -14,7 +14,6 @@ from rollwright.collectors.workers.weights import PeriodicUpdates
 if TYPE_CHECKING:
     from rollwright.collectors.rollout.environment import EnvMakers
 
-__all__ = ["GroupOptions", "Grouped", "grouped"]
 
 _INSTEAD = {
     "backend": "its class says where the workers are. Drop it.",

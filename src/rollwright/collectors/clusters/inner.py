@@ -12,8 +12,6 @@ from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.options import WorkerOptions
 
-__all__ = ["check_collector_class", "inner_options"]
-
 _NAMES: dict[str, type[BaseCollector]] = {
     "single": Collector,
     "Collector": Collector,

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rollwright.collectors.keywords import WorkerKeywords
     from rollwright.collectors.rollout.environment import EnvMakers
 
-__all__ = ["RayCollector"]
 
 _LEFT_OUT = ("backend", "num_workers", "update_at_each_batch")  # said otherwise here
 

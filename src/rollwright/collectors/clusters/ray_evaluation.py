@@ -22,8 +22,6 @@ from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.utils import ExplorationType, set_exploration_type
 from rollwright.weight_update.policy_weights import weights_of
 
-__all__ = ["RayEvalWorker", "RolloutRunner"]
-
 _TARGET = "rollwright.collectors.clusters.ray_evaluation:RolloutRunner"
 _REWARD = ("next", "reward")
 

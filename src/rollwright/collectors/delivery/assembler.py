@@ -14,8 +14,6 @@ from tensordict import TensorDictBase
 from rollwright.collectors.delivery.rows import HeldBatch, RowRange, concatenate
 from rollwright.collectors.rollout.paths.stages import IDS
 
-__all__ = ["Trajectory", "TrajectoryAssembler"]
-
 _NONE = -1
 
 

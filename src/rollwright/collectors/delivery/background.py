@@ -15,8 +15,6 @@ from rollwright.collectors.delivery.turns import WAIT_S, Turns
 from rollwright.collectors.delivery_options import add_filler, buffer_of
 from rollwright.collectors.rollout.rollout import Rollout
 
-__all__ = ["Background"]
-
 
 class Background:
     """Fills a replay buffer in a thread.

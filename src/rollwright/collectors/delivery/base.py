@@ -23,8 +23,6 @@ from rollwright.collectors.rollout.state import placed, td_from, td_state
 from rollwright.data.layout import TRAJ_IDS, split_trajectories
 from rollwright.errors import NoSilentEnd
 
-__all__ = ["RolloutDelivery", "split", "turns_taken"]
-
 _ENDLESS = "This collector has no end (total_frames=-1), hence no length. Pass total_frames= to set one."
 _UNKNOWN = (
     "This collector delivers whole trajectories (trajs_per_batch), and how many will end is not known, so it has no "

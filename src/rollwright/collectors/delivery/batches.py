@@ -10,8 +10,6 @@ from rollwright.collectors.delivery.assembler import TrajectoryAssembler
 from rollwright.collectors.delivery.base import RolloutDelivery
 from rollwright.collectors.delivery.rows import RowRange, common_keys, concatenate, pad
 
-__all__ = ["Batches", "TrajectoryBatches", "copied"]
-
 
 class Batches(RolloutDelivery):
     """Yields each rollout."""

@@ -14,8 +14,6 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.llm.core import PromptSource
 
-__all__ = ["GroupAssembler", "group_sizes"]
-
 _ORIGIN: tuple[NestedKey, ...] = ("prompt_index", "epoch", "repeat", "group_id")
 
 

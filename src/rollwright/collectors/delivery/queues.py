@@ -18,8 +18,6 @@ from rollwright.collectors.rollout.state import td_state
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.errors import RollwrightError
 
-__all__ = ["QueueBacklog", "QueueClosed", "QueueWriter"]
-
 _LOOK_S = 0.1  # how often a wait for room looks whether it is to end
 _LIMIT_S = 600.0  # for room, at most
 

@@ -13,8 +13,6 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from rollwright._keys import NestedKey, leaf_keys, place, unravel
 from rollwright.data.layout import MASK, is_dense, pad_trajectories, stack_frames
 
-__all__ = ["HeldBatch", "RowRange", "as_trajectories", "common_keys", "concatenate", "pad"]
-
 
 class HeldBatch:
     """The frames of a batch ``[*env, T]`` in one row, environment after environment.

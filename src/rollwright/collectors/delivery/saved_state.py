@@ -27,8 +27,6 @@ from rollwright.envs.checkpoint import load_env, save_env, unchanged_if_it_raise
 from rollwright.modules import RandomPolicy
 from rollwright.weight_update.policy_weights import is_never_copied, weights_of
 
-__all__ = ["SavedState", "check_entries", "warn_of_unsaved"]
-
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 

@@ -14,8 +14,6 @@ from rollwright._memory import EntryMemory, MemoryPool
 from rollwright.collectors.delivery_options import buffer_of
 from rollwright.collectors.options import CollectorOptions
 
-__all__ = ["StorageMemory", "batch_memory", "why_not_direct"]
-
 
 def batch_memory(options: CollectorOptions) -> MemoryPool:
     """Where the batches of a collector lie: in the rows of its replay buffer if that takes whole rollouts."""

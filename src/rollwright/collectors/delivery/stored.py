@@ -27,8 +27,6 @@ from rollwright.data.replay_buffers.samplers.slices import FLAG_DTYPES
 from rollwright.data.replay_buffers.storages.batches import no_objects
 from rollwright.data.specs import Composite, NonTensor
 
-__all__ = ["StoredBatches", "StoredFrames", "StoredTrajectories", "await_publication", "choose_delivery"]
-
 
 def choose_delivery(
     rollout: Rollout, profile: Profile, split: Callable[[TensorDictBase], TensorDictBase] = split

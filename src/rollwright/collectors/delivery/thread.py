@@ -16,8 +16,6 @@ from rollwright.collectors.delivery.turns import WAIT_S
 from rollwright.collectors.rollout.stats import StageTimer
 from rollwright.envs.utils import ExplorationType, set_exploration_type
 
-__all__ = ["CollectorThread", "exploration_of_this_thread", "paused_error"]
-
 _log = logging.getLogger("rollwright")
 _STOP_S = 10.0  # for the thread to end, by default
 _NAP_S = 1.0

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from rollwright.collectors.rollout.rollout import Rollout
 
-__all__ = ["WAIT_S", "Turns"]
-
 WAIT_S = 60.0  # for a batch or a step of another thread to end, at most
 _NAP_S = 0.02
 

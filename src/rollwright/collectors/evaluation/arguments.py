@@ -14,8 +14,6 @@ from rollwright._warnings import warn_user
 from rollwright.collectors.rollout.policy_copies import copied_policy, never_copied_in
 from rollwright.weight_update.forms import State, flat_state, tensordict_of
 
-__all__ = ["EVALUATOR_OPTIONS", "check_arguments", "copy_of", "one_of", "own_policy", "reward_key_of", "weights_of"]
-
 _BUSY = ("skip", "error", "queue")
 EVALUATOR_OPTIONS = (  # of CollectorOptions: those that leave an evaluation what it is
     "auto_register_policy_transforms",

@@ -22,8 +22,6 @@ from rollwright.collectors.evaluation.episodes import (
 )
 from rollwright.errors import WorkerError
 
-__all__ = ["ThreadBackend", "ProcessStart", "Backend", "ProcessBackend"]
-
 _NAP_S = 0.2
 _NAME = "Evaluator's process"
 _PLACE, _TICKET = 0, 0  # there is one process, and it is asked one thing at a time

@@ -28,8 +28,6 @@ from rollwright.modules.modes import in_eval_mode
 from rollwright.weight_update.forms import State
 from rollwright.weight_update.policy_weights import weights_of
 
-__all__ = ["EvaluationRequest", "Settings", "EvaluationProgress", "EpisodeRunner", "Stopped"]
-
 _STEPS = 100  # of a batch, at most: how far an evaluation steps beyond its end
 
 

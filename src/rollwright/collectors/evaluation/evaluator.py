@@ -38,7 +38,6 @@ from rollwright.envs.utils import ExplorationType
 if TYPE_CHECKING:
     from rollwright.collectors.keywords import EvaluatorKeywords
 
-__all__ = ["Evaluator"]
 
 _START_S = 120.0
 _SHUTDOWN_S = 10.0

@@ -12,8 +12,6 @@ from rollwright.collectors.evaluation.backends import Backend
 from rollwright.collectors.evaluation.episodes import EvaluationProgress, EvaluationRequest, Stopped
 from rollwright.envs.utils import ExplorationType
 
-__all__ = ["EvaluationQueue", "Evaluation"]
-
 _NAP_S = 0.5
 _CLOSE_S = 5.0  # for an environment to be closed by default
 

@@ -36,8 +36,6 @@ from rollwright.collectors.evaluation.episodes import (
 from rollwright.collectors.workers.remote.ray import Options, RayLauncher
 from rollwright.errors import WorkerError
 
-__all__ = ["RayBackend", "ray_backend", "serve_evaluations"]
-
 _NAME = "Evaluator's Ray actor"
 _TARGET = "rollwright.collectors.evaluation.ray:serve_evaluations"
 _NAP_S, _BEAT_S, _JOIN_S = 0.2, 0.5, 20.0

@@ -12,8 +12,6 @@ from tensordict import TensorDictBase
 
 from rollwright.data.layout import MASK, pad_trajectories
 
-__all__ = ["EpisodeResults", "as_number", "padded_episodes", "with_item"]
-
 
 class _Episode(NamedTuple):
     """One episode: its return, its number of frames, its environment, and its first frame among all of these."""

@@ -20,8 +20,6 @@ from rollwright.envs.transforms.entries.running import RunningNorm
 from rollwright.weight_update.forms import State, prepare
 from rollwright.weight_update.policy_weights import is_never_copied, weights_of
 
-__all__ = ["FrozenBuffers", "check_statistics", "freeze", "prepare_weights"]
-
 
 def freeze(env: EnvBase) -> EnvBase:
     """Stop the running statistics of an environment's transforms (all that have ``freeze()``); returns it."""

@@ -12,8 +12,6 @@ from rollwright.collectors.delivery_options import add_filler
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.schedules.schedule import Schedule
 
-__all__ = ["WorkersBackground"]
-
 _log = logging.getLogger("rollwright")
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from rollwright.collectors.workers.group import WorkerGroup
 
-__all__ = ["Arguments", "WorkerCalls"]
-
 Arguments = tuple[Sequence[Any], dict[str, Any]]  # positional ones, and named ones
 _SAMPLES = {"list_of_args": "(3,)", "list_of_kwargs": "{'key': 3}"}
 

@@ -12,8 +12,6 @@ from rollwright._memory import Segment
 from rollwright.collectors.rollout.stats import NUM_EPISODES
 from rollwright.data.llm.turns import Origin
 
-__all__ = ["BEAT_S", "WorkerState", "Gauge", "Count", "WorkerCounters"]
-
 BEAT_S = 1.0  # the longest nap of a worker that waits
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rollwright.collectors.workers.transports.transport import Transport
     from rollwright.collectors.workers.worker import WorkerSpec
 
-__all__ = ["WorkerGroup"]
 
 _STUCK_S = 60.0  # without a step, before a call times out
 

@@ -17,8 +17,6 @@ from rollwright.errors import WorkerError
 if TYPE_CHECKING:
     from rollwright.collectors.workers.worker import WorkerSpec
 
-__all__ = ["Listener", "Member"]
-
 
 class Listener(Protocol):
     """Takes in what workers send of their rollouts."""

@@ -17,28 +17,6 @@ from rollwright._keys import NestedKey
 from rollwright._processes.failures import ExceptionInfo
 from rollwright.collectors.workers.memory.blocks import BatchForm, BlockLayout
 
-__all__ = [
-    "Call",
-    "Collect",
-    "Collected",
-    "Failed",
-    "Grant",
-    "Interrupt",
-    "Need",
-    "Noted",
-    "Pause",
-    "Paused",
-    "Place",
-    "Publishes",
-    "Raised",
-    "Ready",
-    "Refusal",
-    "Resume",
-    "Returned",
-    "Stop",
-]
-
-
 # To a worker ----------------------------------------------------------------------------------------
 
 

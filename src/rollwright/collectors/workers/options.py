@@ -25,8 +25,6 @@ from rollwright.data.specs.shapes import as_device, usable_device
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs.foreign import as_maker, makers_in, remedy_for
 
-__all__ = ["WorkerOptions", "check_join", "delivery_device", "factories_of", "options_of_workers"]
-
 _JOINS: dict[Any, Join] = {"stack": "stack", 0: "first", -1: "time"}
 _BY_WORKER = names_of(CollectorOptions, marked=PER_WORKER)
 _LISTS = (list, tuple)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from rollwright._processes.restarts import RestartPolicy
 from rollwright.errors import ServiceLostError, WorkerError
 
-__all__ = ["Restarts"]
-
 _ADVICE = (
     "Look for what ends it in its environment or policy (memory, a signal, a crash of native code, a step without an "
     "end), or pass on_worker_failure='restart' to go on with another in its place."

@@ -14,8 +14,6 @@ from rollwright._interrupts import uninterrupted
 from rollwright._processes.forks import not_here, on_fork
 from rollwright._processes.pool import Pool
 
-__all__ = ["SharedPool"]
-
 _NAP_S = 0.2
 
 

@@ -25,8 +25,6 @@ from rollwright.collectors.workers.writers import BufferWriters
 from rollwright.weight_update.policy_weights import weights_of
 from rollwright.weight_update.schemes import Publisher
 
-__all__ = ["Workers"]
-
 
 class Workers:
     """Starts workers, and releases what they shared when they have ended.

@@ -15,9 +15,6 @@ from rollwright.collectors.workers.counters import Count, WorkerCounters, Worker
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.schedules.schedule import Schedule
 
-__all__ = ["last_episodes", "merged_stats", "select_workers"]
-
-
 _WAITING = {
     WorkerState.STARTING: "its environment and policy to be made",
     WorkerState.WAITING: "being asked for a rollout",

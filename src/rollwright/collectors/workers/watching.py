@@ -11,8 +11,6 @@ from rollwright.collectors.workers.counters import BEAT_S, WorkerState
 from rollwright.collectors.workers.member import Member
 from rollwright.errors import WorkerError
 
-__all__ = ["ASIDE_S", "START_S", "Watchdog"]
-
 START_S = 120.0  # for a worker to make its environment and its policy, by default
 ASIDE_S = 120.0  # in one call, or to take weights: whoever called has timed out before
 _MISSED_BEATS = 10  # of one that waits, beyond the limit of a step

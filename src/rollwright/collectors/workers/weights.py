@@ -22,8 +22,6 @@ from rollwright.weight_update.policy_weights import weights_of
 from rollwright.weight_update.schemes import Publisher, Relay
 from rollwright.weight_update.subscribing import HasModels
 
-__all__ = ["PeriodicUpdates", "WorkersWeights"]
-
 _LAG_S = 60.0
 
 

@@ -24,8 +24,6 @@ from rollwright.collectors.workers.memory.blocks import BatchForm, BlockPart
 from rollwright.collectors.workers.worker_side.collector import WorkerCollector
 from rollwright.weight_update.subscribing import WeightSubscriber
 
-__all__ = ["WorkerSpec", "serve"]
-
 _NAP_S = BEAT_S
 _BEAT, _ATTENTION = int(Count.BEAT), int(Count.ATTENTION)  # those of each step, without a lookup
 

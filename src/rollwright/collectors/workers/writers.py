@@ -10,8 +10,6 @@ from typing import Any
 from rollwright.collectors.delivery_options import is_service
 from rollwright.collectors.workers.worker import WorkerSpec
 
-__all__ = ["BufferWriters"]
-
 
 class BufferWriters:
     """Names workers to the replay service that they write, and gives up those that are gone.

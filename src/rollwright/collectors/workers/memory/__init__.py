@@ -1,3 +1,1 @@
 """Shared memory between a collector and its workers."""
-
-__all__: list[str] = []

@@ -16,8 +16,6 @@ import torch
 from rollwright._keys import NestedKey
 from rollwright._memory import EntryMemory, Layout, Loan, MemoryPool, Segment
 
-__all__ = ["BatchForm", "BlockLayout", "BlockMemory", "Join", "BlockPart"]
-
 Join = Literal["stack", "first", "time", "alone"]
 
 

@@ -11,8 +11,6 @@ import torch
 
 from rollwright._memory import Field, Segment, aligned
 
-__all__ = ["Packed", "Packer", "unpack"]
-
 
 class Packed(NamedTuple):
     """Position of a packed object: all that the message about it carries.

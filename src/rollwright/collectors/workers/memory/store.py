@@ -14,8 +14,6 @@ from rollwright._keys import NestedKey
 from rollwright._memory import FreeList, Loan, Segment, check_fits
 from rollwright.collectors.workers.memory.blocks import BlockLayout
 
-__all__ = ["Block", "BlockStore"]
-
 _UNUSED = 64  # blocks that are taken of other layouts before those of one count as unused
 
 

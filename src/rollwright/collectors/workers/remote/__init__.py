@@ -1,3 +1,1 @@
 """Workers on other machines: remote groups, the links to them, and how they are started."""
-
-__all__: list[str] = []

@@ -14,8 +14,6 @@ from rollwright.collectors.workers.remote.transport import RemoteTransport
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
 
-__all__ = ["Options", "transport"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(LaunchOptions):

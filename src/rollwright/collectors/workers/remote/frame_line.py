@@ -7,8 +7,6 @@ from typing import Any
 
 from rollwright._processes.network.line import Line, Pieces
 
-__all__ = ["FrameLine"]
-
 
 class FrameLine:
     """One end of a line, for frames: each is an object that can be pickled, with pieces of raw memory.

@@ -7,9 +7,6 @@ from typing import Any, NamedTuple
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.network.carrier import CarrierOffer
 
-__all__ = ["Beat", "Begin", "End", "Ended", "FromWorker", "Launch", "Publish", "Started", "ToWorker"]
-
-
 # To a group -----------------------------------------------------------------------------------------
 
 

@@ -34,8 +34,6 @@ from rollwright.collectors.workers.worker import serve
 from rollwright.weight_update.forms import State
 from rollwright.weight_update.schemes import Publisher
 
-__all__ = ["serve_collector"]
-
 _END_S = 5.0
 _NAP_S = 1.0
 _WITHOUT_ATTENTION = (say.Collect, say.Grant, say.Refusal)  # read where a worker waits for them

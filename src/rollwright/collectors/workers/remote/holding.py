@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = ["Holding"]
-
 _HOLD_S = 0.02
 _LARGE = 1 << 16  # bytes, which are better on their way while others collect
 

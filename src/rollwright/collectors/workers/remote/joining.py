@@ -11,8 +11,6 @@ from rollwright._processes.network.handshake import RefusedForNow, connect_to
 from rollwright._processes.network.line import Line
 from rollwright.collectors.workers.remote.group import serve_collector
 
-__all__ = ["join"]
-
 _NAP_S = 0.2
 
 

@@ -12,8 +12,6 @@ from rollwright._processes.connection import end_all
 from rollwright._processes.failures import ExceptionInfo
 from rollwright.collectors.workers.remote.joining import join
 
-__all__ = ["Host", "Launcher", "LocalLauncher", "Manual"]
-
 
 class Host(Protocol):
     """A process that was started to run a remote group."""

@@ -25,8 +25,6 @@ from rollwright.collectors.workers.remote.worker import RemoteWorker
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.weight_update.subscribing import Copies, Forwarder
 
-__all__ = ["Link"]
-
 _serials = itertools.count(1)
 
 

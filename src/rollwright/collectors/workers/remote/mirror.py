@@ -10,8 +10,6 @@ from rollwright._memory import Segment
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.memory.blocks import BlockLayout
 
-__all__ = ["RolloutPlaces", "bytes_of"]
-
 
 class RolloutPlaces:
     """Follows the messages to a worker that say where it writes, and finds what it has written.

@@ -7,8 +7,6 @@ from typing import Annotated
 
 from rollwright._options import check_fields, seconds, whole
 
-__all__ = ["RemoteOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions:

@@ -22,7 +22,6 @@ from rollwright.collectors.workers.remote.transport import RemoteTransport
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
 
-__all__ = ["Options", "RayLauncher", "join_group", "transport"]
 
 _TARGET = "rollwright.collectors.workers.remote.ray:join_group"
 _ANY = ("0.0.0.0", "::")

@@ -16,7 +16,6 @@ from rollwright.collectors.workers.remote.transport import RemoteTransport
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
 
-__all__ = ["Options", "transport"]
 
 _KNOWN = ["num_worker_threads", "rpc_timeout", "device_maps", "devices", "_transports", "_channels"]
 

@@ -17,7 +17,6 @@ from rollwright.collectors.workers.remote.transport import RemoteTransport
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
 
-__all__ = ["Options", "transport"]
 
 _log = logging.getLogger("rollwright")
 

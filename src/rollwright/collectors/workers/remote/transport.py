@@ -26,8 +26,6 @@ from rollwright.collectors.workers.transports.local import unsendable
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.weight_update.subscribing import Copies
 
-__all__ = ["RemoteTransport"]
-
 _BEAT_S = 0.5
 _LEAST_SECRET = 16
 _MOST_NAMED = 3  # refusals, where nothing has joined

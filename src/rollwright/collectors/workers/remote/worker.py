@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rollwright.collectors.workers.remote.link import Link
     from rollwright.collectors.workers.worker import WorkerSpec
 
-__all__ = ["RemoteWorker"]
 
 _WORD = 8
 _OWN = _WORD * (Count.PUBLISHED + 1)  # bytes of the counters that the collector writes

@@ -1,3 +1,1 @@
 """Schedules: when workers collect, and in which order their batches are delivered."""
-
-__all__: list[str] = []

@@ -14,8 +14,6 @@ from rollwright.collectors.workers.schedules.orders import Orders
 from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.schedules.strategy import Strategy
 
-__all__ = ["FirstCome"]
-
 _AHEAD = 2  # rollouts that a worker may be ahead of the consumer: in progress, or finished and not taken yet
 
 

@@ -14,8 +14,6 @@ from rollwright.collectors.workers.schedules.joining import Result, joined, mark
 from rollwright.collectors.workers.schedules.orders import Orders
 from rollwright.collectors.workers.schedules.strategy import Strategy
 
-__all__ = ["Gather"]
-
 
 class Gather(Strategy):
     """Each batch is of one rollout of every worker whose data is not over.

@@ -16,8 +16,6 @@ from rollwright.collectors.workers.messages import Collected
 from rollwright.data.compact import join_tables, put_table
 from rollwright.data.layout import MASK, TRAJ_IDS, blank_frame, is_dense, stack_frames
 
-__all__ = ["Result", "are_alike", "batch_of", "joined", "mark_taken", "restored"]
-
 B = TypeVar("B", bound=TensorDictBase)
 
 

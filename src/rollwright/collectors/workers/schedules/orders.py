@@ -11,8 +11,6 @@ from rollwright.collectors.workers.memory.blocks import BlockLayout
 from rollwright.collectors.workers.memory.store import Block, BlockStore
 from rollwright.data.replay_buffers import SampleToInsertRatio
 
-__all__ = ["Orders"]
-
 
 class Orders:
     """Asks workers for rollouts.

@@ -32,8 +32,6 @@ from rollwright.collectors.workers.schedules.staleness import Staleness
 from rollwright.collectors.workers.schedules.strategy import Strategy
 from rollwright.errors import WorkerError
 
-__all__ = ["Schedule", "check_undelivered"]
-
 _BREAK_S = 0.5  # after which a consumer is taken to have stopped
 
 

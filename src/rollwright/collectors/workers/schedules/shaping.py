@@ -11,8 +11,6 @@ from tensordict import TensorDictBase
 from rollwright.collectors.workers.schedules.joining import are_alike
 from rollwright.data.layout import split_trajectories
 
-__all__ = ["BatchShaping"]
-
 
 class BatchShaping:
     """Splits batches into trajectories, moves them to a device, and returns the same TensorDict each time.

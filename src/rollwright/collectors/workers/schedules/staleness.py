@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rollwright.collectors.workers.schedules.joining import Result
 
-__all__ = ["Staleness"]
-
 
 class Staleness:
     """Keeps ``version at delivery - version that acted first <= limit``.

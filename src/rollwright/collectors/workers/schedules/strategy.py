@@ -12,8 +12,6 @@ from rollwright.collectors.workers.member import Member
 from rollwright.collectors.workers.memory.store import Block
 from rollwright.collectors.workers.schedules.joining import Result
 
-__all__ = ["Strategy"]
-
 
 class Strategy(ABC):
     """Decides for a :class:`~rollwright.collectors.workers.schedules.schedule.Schedule`, which calls it under its lock.

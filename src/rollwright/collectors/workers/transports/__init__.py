@@ -1,3 +1,1 @@
 """How workers are started and reached: the protocol, the backends by name, and processes of this machine."""
-
-__all__: list[str] = []

@@ -12,17 +12,6 @@ if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
     from rollwright.collectors.workers.transports.transport import Transport
 
-__all__ = [
-    "BACKENDS",
-    "Backend",
-    "WorkerBackend",
-    "check_backend",
-    "known_backend",
-    "num_workers_of",
-    "register_backend",
-    "shares_memory",
-    "transport_of",
-]
 
 WorkerBackend = Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"]
 """Names of the backends that type checkers know, and that have workers; those that are registered are others."""

@@ -14,7 +14,6 @@ from rollwright.envs.libs.foreign import is_env, remedy_for
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
 
-__all__ = ["LocalTransport", "Options", "transport", "unsendable"]
 
 Options = None
 """See :mod:`~rollwright.collectors.workers.transports.backends`."""

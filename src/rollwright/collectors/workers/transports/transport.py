@@ -7,8 +7,6 @@ from typing import Protocol
 from rollwright._processes.connection import Connection
 from rollwright.collectors.workers.worker import WorkerSpec
 
-__all__ = ["Transport"]
-
 
 class Transport(Protocol):
     """Starts workers. Nothing here waits but :meth:`close`.

@@ -1,3 +1,1 @@
 """The collector inside a worker process."""
-
-__all__: list[str] = []

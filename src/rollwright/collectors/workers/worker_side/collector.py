@@ -46,8 +46,6 @@ from rollwright.weight_update.subscribing import WeightSubscriber
 if TYPE_CHECKING:
     from rollwright.collectors.workers.worker import WorkerSpec
 
-__all__ = ["WorkerCollector"]
-
 
 class WorkerCollector(Reachable):
     """Collects batches for another process.

@@ -12,8 +12,6 @@ from rollwright.collectors.workers.counters import Count, Gauge, WorkerCounters,
 from rollwright.collectors.workers.worker_side.places import Publications
 from rollwright.envs.recreation.policy import num_recreations
 
-__all__ = ["WorkerObserver"]
-
 _STATES = {
     Stage.RESET: WorkerState.COLLECTING,  # which may be stuck, too
     Stage.COMPILE: WorkerState.STARTING,  # takes as long as it takes

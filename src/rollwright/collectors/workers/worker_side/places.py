@@ -12,8 +12,6 @@ from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers import messages as say
 from rollwright.collectors.workers.counters import Count, WorkerCounters
 
-__all__ = ["PlaceInData", "Publications", "packed_place"]
-
 
 def packed_place(place: Mapping[str, Any] | None) -> bytes | None:
     """A place of :meth:`~rollwright.collectors.core.DataCursor.place` as a message has it."""

@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 
 from rollwright.collectors.workers.counters import Count, WorkerCounters
 
-__all__ = ["StridedIds"]
-
 
 class StridedIds:
     """Ids of one worker of several: ``k * num_workers + worker``, so that all have their own, in any order of events.

@@ -1,3 +1,1 @@
 """Process groups of torch.distributed, one for each remote group of workers, and what starts their other ends."""
-
-__all__: list[str] = []

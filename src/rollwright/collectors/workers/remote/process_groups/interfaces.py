@@ -6,8 +6,6 @@ import fcntl
 import socket
 import struct
 
-__all__ = ["check_interface", "interface_of"]
-
 _SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 
 

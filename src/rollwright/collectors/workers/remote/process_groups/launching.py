@@ -22,7 +22,6 @@ from rollwright.collectors.workers.remote.transport import RemoteTransport
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
 
-__all__ = ["LaunchOptions", "LaunchedTransport", "launched_transport"]
 
 _LOOPBACK = "127.0.0.1"
 _log = logging.getLogger("rollwright")

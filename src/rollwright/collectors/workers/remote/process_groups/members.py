@@ -22,8 +22,6 @@ from rollwright._warnings import warn_user
 from rollwright.collectors.workers.remote.launchers import Host, Launcher
 from rollwright.collectors.workers.remote.process_groups.interfaces import interface_of
 
-__all__ = ["Member", "Members", "OnceLauncher", "check_rpc", "name_of"]
-
 _LEARNER = "learner"
 _NUM_THREADS = 4
 _NOTICE = "You are using a Backend .* as a ProcessGroup"  # a notice of torch on its own call

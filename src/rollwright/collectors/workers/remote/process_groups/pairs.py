@@ -16,8 +16,6 @@ import torch
 
 from rollwright._processes.network.pair import PairCarrier
 
-__all__ = ["Kind", "PairOffer", "Pairs", "check_kind"]
-
 Kind = Literal["gloo", "nccl", "mpi"]
 
 dist: Any = importlib.import_module("torch.distributed")  # which names few of its classes as public

@@ -16,8 +16,6 @@ from typing import Any
 from rollwright.collectors.workers.remote.joining import join
 from rollwright.errors import require
 
-__all__ = ["SubmititLauncher", "runs_slurm"]
-
 _LOOK_S = 0.5
 _CANCEL_S = 15.0  # for a job to end by itself: an interpreter with torch takes seconds, on a busy machine many
 _JOB_MIN = 24 * 60  # of a job that is not limited otherwise; submitit's own limit is minutes

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollwright.collectors.workers.remote import distributed
-from rollwright.collectors.workers.remote.distributed import transport
-
-__all__ = ["Options", "transport"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from rollwright.collectors.workers.remote.joining import join
 
-__all__ = ["Torchrun", "TorchrunLauncher", "serve_as_rank"]
-
 dist: Any = importlib.import_module("torch.distributed")  # which names few of its classes as public
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
