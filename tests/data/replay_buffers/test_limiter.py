@@ -516,3 +516,13 @@ def test_a_batch_that_an_interrupt_took_away_is_not_counted(monkeypatch: pytest.
     assert limiter.stats()["sampled"] == 0
     buffer.sample()
     assert limiter.stats()["sampled"] == 4
+
+
+def test_a_copy_has_the_numbers_and_limits_nothing_yet():
+    _, limiter = limited(2.0, margin=16, min_size=10, timeout_s=3.0)
+    for copied in (copy.deepcopy(limiter), pickle.loads(pickle.dumps(limiter))):
+        assert repr(copied) == repr(limiter)
+        limited_by_it = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8, limiter=copied)
+        limited_by_it.extend(frames(10))
+        assert copied.inserted == 10
+    assert limiter.inserted == 0

@@ -343,6 +343,21 @@ def stacked(items: list[Any]) -> Any:
         return items
 
 
+def priorities_in(data: TensorDictBase, key: NestedKey) -> dict[str, Any]:
+    """The priorities that were written to a batch of ``sample``, as arguments of ``update_priority``.
+
+    Raises:
+        KeyError: the batch has no such entry, or no ``"index"``.
+    """
+    missing = [name for name in (key, "index") if data.get(name, None) is None]
+    if missing:
+        raise KeyError(f"data: expected the entries {missing}, got {sorted(map(str, data.keys(True)))}.")
+    index, generation = cast(torch.Tensor, data.get("index")), data.get(GENERATION, None)
+    for _ in range(data.ndim - 1):
+        index, generation = index[:, 0], None if generation is None else generation[:, 0]
+    return {"index": index, "priority": data.get(key), "generation": generation}
+
+
 def entry_of(elements: Any, key: NestedKey) -> Any:
     """An entry of elements.
 

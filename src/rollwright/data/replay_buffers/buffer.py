@@ -346,25 +346,28 @@ class ReplayBuffer:
             ValueError: no batch size is known, or the sampler cannot fill it.
             TimeoutError: the limiter waited in vain.
         """
-        batch, info, _ = self._next(batch_size)
+        batch, info, _ = self.draw_batch(batch_size)
         if include_info is not None:
             batch = with_info(batch, info) if include_info else _without_info(batch, info)
         return (batch, info) if return_info else batch
 
-    def _next(self, batch_size: int | None) -> tuple[Any, dict[str, Any], bool]:
+    def draw_batch(self, batch_size: int | None = None) -> tuple[Any, dict[str, Any], bool]:
         """A batch, what the sampler returned with it, and whether it ended a pass of the sampler."""
         self.fillers.raise_error()
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if size is None:
             raise ValueError("batch_size: expected it in sample() or in the constructor, got it in neither.")
         if self._prefetcher is not None and size != self.batch_size:
-            raise ValueError(
-                f"batch_size: expected {self.batch_size}, which batches are prefetched with, got {size}. "
-                "Pass it to the constructor alone."
-            )
+            raise self._not_prefetched(size)
         if self.limiter is None:
             return self._drawn(size)
         return self.limiter.draw(size, lambda: self._drawn(size), lambda drawn: len(drawn[1]["index"]))
+
+    def _not_prefetched(self, size: int | None) -> ValueError:
+        return ValueError(
+            f"batch_size: expected {self.batch_size}, which batches are prefetched with, got {size}. Pass it to the "
+            "constructor alone."
+        )
 
     def _drawn(self, size: int) -> tuple[Any, dict[str, Any], bool]:
         return self._sample(size, contextlib.nullcontext()) if self._prefetcher is None else self._prefetcher.next()
@@ -418,7 +421,7 @@ class ReplayBuffer:
         if self.batch_size is None:
             raise ValueError("batch_size: expected it in the constructor to iterate over the buffer, got None.")
         while True:
-            batch, _, ran_out = self._next(None)
+            batch, _, ran_out = self.draw_batch()
             yield batch
             if ran_out:
                 return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys
 from rollwright._options import with_options
-from rollwright.data.replay_buffers._arguments import check_names, with_info
+from rollwright.data.replay_buffers._arguments import check_names, priorities_in, with_info
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.samplers.base import GENERATION
 from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT, PrioritizedSampler, Reduction
@@ -132,15 +132,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         Raises:
             KeyError: the batch has no such entry, or no ``"index"``.
         """
-        if not self.sampler.has_priorities:
-            return
-        missing = [key for key in (self.priority_key, "index") if data.get(key, None) is None]
-        if missing:
-            raise KeyError(f"data: expected the entries {missing}, got {sorted(map(str, data.keys(True)))}.")
-        index, generation = cast(torch.Tensor, data.get("index")), data.get(GENERATION, None)
-        for _ in range(data.ndim - 1):
-            index, generation = index[:, 0], None if generation is None else generation[:, 0]
-        self.update_priority(index, data.get(self.priority_key), generation=generation)
+        if self.sampler.has_priorities:
+            self.update_priority(**priorities_in(data, self.priority_key))
 
 
 def _prioritized(options: CommonBufferKeywords, alpha: float, beta: float, *more: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from rollwright._interrupts import uninterrupted
@@ -40,7 +41,8 @@ class SampleToInsertRatio:
     Only ``sample()`` and collectors wait, a collector before a rollout begins. ``extend()`` and ``add()`` do not:
     whoever inserts by hand asks :meth:`may_insert` or :meth:`await_insert`. Above ``margin`` the balance may be by what
     is in progress: by one rollout for each further collector of the buffer, and by trajectories that are written when
-    they are complete. Copies of the buffer, in this process or another, have no limiter.
+    they are complete. Copies of the buffer, in this process or another, have no limiter; a copy of a limiter limits
+    nothing yet.
 
     Args:
         samples_per_insert: items drawn for each item inserted; above 0.
@@ -78,7 +80,11 @@ class SampleToInsertRatio:
         self._listeners: list[Callable[[], None]] = []
         self._inserters: list[Callable[[], str]] = []
         self._process = os.getpid()
-        self.check()
+        SampleToInsertRatio.check(self)
+
+    def __reduce__(self) -> Any:
+        numbers = {"margin": self.margin, "min_size": self.min_size, "timeout_s": self.timeout_s}
+        return partial(SampleToInsertRatio, **numbers), (self.samples_per_insert,)  # type: ignore[arg-type]
 
     # What it is put to --------------------------------------------------------------------------
 
@@ -126,7 +132,7 @@ class SampleToInsertRatio:
             lacking = max(0, self.min_size - self._counts.num_stored())
             with self.progress.changed:
                 self._base, self._at_base = self._counts.write_count() + lacking, self._sampled
-            self._notify()
+            self.drew()
 
     # Counts -------------------------------------------------------------------------------------
 
@@ -216,13 +222,17 @@ class SampleToInsertRatio:
 
         return self.progress.wait(
             lambda: self.may_insert(frames),
-            lambda: self._sampled,
+            lambda: self.sampled,
             timeout_s=self.timeout_s,
             stop=stop,
             why=why,
             remedy=remedy,
-            others=_no_stop,
+            others=self._do_others_draw,
         )
+
+    def _do_others_draw(self) -> bool:
+        """Whether somebody outside this process may draw."""
+        return False
 
     def _lacking(self, frames: int) -> float:
         """Items to be drawn before so many may be inserted."""
@@ -307,14 +317,15 @@ class SampleToInsertRatio:
         if more:
             with self.progress.changed:
                 self._sampled += more
-        self._notify()
+        self.drew()
+
+    def ask_inserters(self) -> bool:
+        """Raise what went wrong with those who insert; False, if nothing did."""
+        for status in list(self._inserters):
+            status()
+        return False
 
     def _await_inserts(self, size: int, mine: list[int]) -> None:
-        def ask() -> bool:
-            for status in list(self._inserters):
-                status()  # raises what went wrong
-            return False
-
         def why() -> str:
             counts = self._counts
             lacking = max(0, self._base - self.inserted)
@@ -335,7 +346,7 @@ class SampleToInsertRatio:
             lambda: self._taken(size, mine),
             lambda: self.inserted,
             timeout_s=self.timeout_s,
-            stop=ask,
+            stop=self.ask_inserters,
             why=why,
             remedy=remedy,
             others=self._is_shared,
@@ -349,7 +360,8 @@ class SampleToInsertRatio:
         """
         return _added(self._listeners, callback)
 
-    def _notify(self) -> None:
+    def drew(self) -> None:
+        """Tell those who insert that something was drawn."""
         self.inserted_more()
         for callback in list(self._listeners):
             callback()
@@ -358,7 +370,7 @@ class SampleToInsertRatio:
 
     def _numbers(self) -> str:
         return (
-            f"{self.inserted:,} inserted, {self._sampled:,} drawn; samples_per_insert={self.samples_per_insert:g}, "
+            f"{self.inserted:,} inserted, {self.sampled:,} drawn; samples_per_insert={self.samples_per_insert:g}, "
             f"min_size={self.min_size:,}, balance={self.balance:,.0f}, margin={self.margin:,g}"
         )
 
@@ -385,7 +397,7 @@ class SampleToInsertRatio:
         with self.progress.changed:
             self._sampled, self._base = state_dict["sampled"], state_dict["base"]
             self._at_base = state_dict["at_base"]
-        self._notify()
+        self.drew()
 
     @staticmethod
     def check_state(state_dict: Any) -> None:

@@ -359,6 +359,21 @@ def test_a_sample_that_waits_in_vain_says_what_for(serve):
         buffer.sample()
 
 
+def test_who_inserts_waits_for_draws_by_anyone_and_not_for_ever(serve):
+    buffer = serve(batch_size=10, limiter=SampleToInsertRatio(1.0, margin=20, timeout_s=0.3))
+    buffer.extend(frames(0, 20))
+    with pytest.raises(TimeoutError, match="a worker waits to insert 10 items until 9 more are drawn"):
+        buffer.limiter.await_insert(10, whom="a worker")
+    assert not buffer.limiter.await_insert(10, stop=lambda: True)
+    client = buffer.client()
+    timer = threading.Timer(0.1, client.sample)
+    timer.start()
+    assert buffer.limiter.await_insert(10)
+    timer.join()
+    client.shutdown()
+    assert (buffer.limiter.inserted, buffer.limiter.sampled) == (20, 10)
+
+
 # What fails --------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +386,8 @@ def test_what_raises_in_the_service_raises_here_as_what_it_is(serve):
         buffer.extend(TensorDict({"other": torch.zeros(3)}, [3]))
     with pytest.raises(IndexError):
         buffer[100]
+    with pytest.raises(AttributeError, match="nothing_known"):
+        buffer._session.ask("nothing_known")
     assert len(buffer) == 10
 
 

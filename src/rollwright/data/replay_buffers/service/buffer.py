@@ -11,12 +11,13 @@ import torch
 
 from rollwright._processes.network.addresses import parse_address, secret_of
 from rollwright._processes.pickling import dumps
+from rollwright.data.replay_buffers._arguments import check_given
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
-from rollwright.data.replay_buffers.service.backends import backend_module, options_of
 from rollwright.data.replay_buffers.service.client import ReplayClient
 from rollwright.data.replay_buffers.service.messages import Ready
-from rollwright.data.replay_buffers.service.serving.hosting import LimiterForm, Recipe, ServiceHost
+from rollwright.data.replay_buffers.service.options import backend_module, options_of
+from rollwright.data.replay_buffers.service.serving.hosting import Recipe, ServiceHost
 from rollwright.data.replay_buffers.service.session import Session, Target
 from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.errors import ServiceLostError, WorkerError
@@ -85,9 +86,8 @@ class ServiceReplayBuffer(ReplayClient):
             prefetch = positive("prefetch", prefetch)
             if size is None:
                 raise ValueError("prefetch: batches are asked for ahead, and batch_size is None. Pass both.")
-        if pin_memory and not torch.cuda.is_available():
-            raise ValueError("pin_memory: torch sees no CUDA device to pin memory for. Leave it out.")
-        self._recipe = self._recipe_of(kind, {**options, "batch_size": size}, limiter)
+        check_given(None, None, None, options.get("generator"), limiter, pin_memory=pin_memory)
+        self._recipe = self._recipe_of(kind, {**options, "batch_size": size, "limiter": limiter})
         self._host: ServiceHost = self._backend.host(self._recipe, own, None)
         self.num_restarts = self.num_lost = 0
         try:
@@ -101,20 +101,8 @@ class ServiceReplayBuffer(ReplayClient):
         super().__init__(target, ready.info, batch_size=size, prefetch=prefetch, pin_memory=pin_memory, session=session)
         session.keep_connected()
 
-    def _recipe_of(
-        self, kind: type[ReplayBuffer], options: dict[str, Any], limiter: SampleToInsertRatio | None
-    ) -> Recipe:
+    def _recipe_of(self, kind: type[ReplayBuffer], options: dict[str, Any]) -> Recipe:
         own = self._service_options
-        if limiter is not None:
-            if not isinstance(limiter, SampleToInsertRatio):
-                raise TypeError(f"limiter: expected a SampleToInsertRatio, got {type(limiter).__name__}: {limiter!r}.")
-            options["limiter"] = LimiterForm(
-                limiter.samples_per_insert, limiter.margin, limiter.min_size, limiter.timeout_s
-            )
-        if options.get("generator") is not None:
-            if not isinstance(options["generator"], torch.Generator):
-                raise TypeError(f"generator: expected a torch.Generator, got {options['generator']!r}.")
-            options["generator"] = options["generator"].get_state()
         options.pop("shared", None)  # it is, by the service
         for name, value in options.items():
             try:

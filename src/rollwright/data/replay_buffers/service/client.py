@@ -2,28 +2,115 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
 from rollwright._processes.forks import on_fork
-from rollwright._processes.pickling import dumps
 from rollwright._processes.threads import Fillers
-from rollwright.data.replay_buffers._arguments import Transform, entry_of
+from rollwright.data.replay_buffers._arguments import priorities_in
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
-from rollwright.data.replay_buffers.conditional import ConditionalUpdateResult
-from rollwright.data.replay_buffers.samplers.base import GENERATION, Sampler
-from rollwright.data.replay_buffers.service.facade import RemoteLedger, RemoteLimiter, RemoteStorage
+from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.service.messages import Info, WriterName
+from rollwright.data.replay_buffers.service.packing import Code
 from rollwright.data.replay_buffers.service.session import Expected, Session, Target
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
-from rollwright.data.replay_buffers.writers import Writer
+
+_IDS = 64  # trajectory ids that are taken at a time
+
+
+class RemoteLedger:
+    """Trajectory ids of a buffer in a service, and whether writes were carried out.
+
+    Args:
+        session: to the service, of the writer.
+        asks: session that asks whether writes were carried out: that of another process must not use the writer's.
+
+    Attributes:
+        on_reserve: called with a number before each write, by which :meth:`was_published` knows it.
+    """
+
+    def __init__(self, session: Session, asks: Session) -> None:
+        self._session, self._asks = session, asks
+        self._next = self._end = 0
+        self.on_reserve: Callable[[int], None] | None = None
+
+    def take_ids(self, n: int) -> int:
+        """The first of ``n`` trajectory ids that nobody else was given; they are fetched in blocks."""
+        if self._end - self._next < n:
+            count = max(n, _IDS)
+            self._next = self._session.ask("storage.ledger.take_ids", count)
+            self._end = self._next + count
+        first, self._next = self._next, self._next + n
+        return first
+
+    def raise_ids(self, least: int) -> int:
+        """Give out no id below ``least`` from now on; returns the next one."""
+        if least > self._next:
+            self._next = self._end = 0
+            return int(self._session.ask("storage.ledger.raise_ids", least))
+        return self._next
+
+    def was_published(self, number: int) -> bool:
+        """Whether the write of this number of this writer was carried out."""
+        return bool(self._asks.ask("was_done", self._session.client_id, number))
+
+    def await_published(self, stop: Callable[[], bool]) -> None:
+        """There is nothing to wait for: what was acknowledged can be read."""
+
+
+class RemoteStorage(NamedTuple):
+    """What is known of the storage of a buffer in a service; see :class:`Info`."""
+
+    ledger: RemoteLedger
+    kind: str
+    max_size: int
+    ndim: int
+    keeps_objects: bool
+    shared: bool = True
+
+    def __repr__(self) -> str:
+        return f"{self.kind}(max_size={self.max_size}, in a service)"
+
+
+class RemoteLimiter(SampleToInsertRatio):
+    """The limiter of a buffer in a service, for those who sample there and for collectors: that one has the counts.
+
+    Args:
+        session: to the service.
+        like: has the same numbers.
+    """
+
+    def __init__(self, session: Session, like: SampleToInsertRatio) -> None:
+        ratio, margin = like.samples_per_insert, like.margin
+        super().__init__(ratio, margin=margin, min_size=like.min_size, timeout_s=like.timeout_s)
+        self._session = session
+
+    @property
+    def inserted(self) -> int:
+        """See :attr:`SampleToInsertRatio.inserted`."""
+        return int(self.stats()["inserted"])
+
+    @property
+    def sampled(self) -> int:
+        """Elements drawn so far by anyone."""
+        return int(self.stats()["sampled"])
+
+    @property
+    def balance(self) -> float:
+        """See :attr:`SampleToInsertRatio.balance`."""
+        return float(self.stats()["balance"])
+
+    def _do_others_draw(self) -> bool:
+        return True
 
 
 class ReplayClient(ReplayBuffer):
@@ -56,22 +143,21 @@ class ReplayClient(ReplayBuffer):
         session: Session | None = None,
         asks: Session | None = None,
     ) -> None:
-        self._target, self._info, self._writer_name = target, info, writer
+        self._target, self._writer_name = target, writer
         self._session = Session(target, writer) if session is None else session
         self.batch_size, self.pin_memory = batch_size, pin_memory
         self._prefetch = prefetch
         self._ledger = RemoteLedger(self._session, asks or self._session)
-        self._set_parts()
-        limiter: Any = RemoteLimiter(self._session, info.limiter_timeout_s) if info.has_limiter else None
+        self._take_info(info)
+        limiter = None if info.limiter is None else RemoteLimiter(self._session, info.limiter)
         self.limiter = self.insert_limiter = limiter
-        self._num_transforms = info.num_transforms
         self.fillers = Fillers()
         self.reset_after_fork()
         on_fork(self)
 
-    def _set_parts(self) -> None:
-        self.storage = cast(Storage, RemoteStorage(self._info, self._ledger))
-        self.dim_extend = self._info.dim_extend
+    def _take_info(self, info: Info) -> None:
+        storage = RemoteStorage(self._ledger, info.storage, info.max_size, info.ndim, info.keeps_objects)
+        self._info, self.storage, self.dim_extend = info, cast(Storage, storage), info.dim_extend
 
     def reset_after_fork(self) -> None:
         """In a forked child: what was prefetched is the parent's."""
@@ -85,7 +171,7 @@ class ReplayClient(ReplayBuffer):
     @property
     def transforms(self) -> list[Any]:  # type: ignore[override]  # they are in the service
         """A name for each transform of the service's buffer."""
-        return [f"transform {i} in the service" for i in range(self._num_transforms)]
+        return [f"transform {i} in the service" for i in range(self._info.num_transforms)]
 
     @property
     def draws_slices(self) -> bool:
@@ -132,27 +218,7 @@ class ReplayClient(ReplayBuffer):
         self._session.post("give_up", name, generation)
 
     def __reduce__(self) -> Any:
-        return _client, (self._target, self._info, self._writer_name, self.batch_size)
-
-    # Writing ------------------------------------------------------------------------------------------
-
-    def extend(self, data: Any, *, update_priority: bool | None = None) -> torch.Tensor:
-        """See :meth:`ReplayBuffer.extend`; returns when the service has stored it."""
-        found: torch.Tensor = self._session.ask("extend", data, update_priority, noted=self._ledger.on_reserve)
-        return found
-
-    def extend_pieces(self, batches: Sequence[Any]) -> torch.Tensor:
-        """See :meth:`ReplayBuffer.extend_pieces`."""
-        found: torch.Tensor = self._session.ask("extend_pieces", list(batches), noted=self._ledger.on_reserve)
-        return found
-
-    def add(self, data: Any) -> int | torch.Tensor:
-        """See :meth:`ReplayBuffer.add`."""
-        found: int | torch.Tensor = self._session.ask("add", data, noted=self._ledger.on_reserve)
-        return found
-
-    def written(self) -> None:
-        """There is nothing to do: the service does it."""
+        return partial(ReplayClient, batch_size=self.batch_size), (self._target, self._info, self._writer_name)
 
     def direct_writes(self) -> str | None:
         """Rows are never written in place."""
@@ -160,21 +226,19 @@ class ReplayClient(ReplayBuffer):
 
     # Sampling -----------------------------------------------------------------------------------------
 
-    def _next(self, batch_size: int | None) -> tuple[Any, dict[str, Any], bool]:
+    def draw_batch(self, batch_size: int | None = None) -> tuple[Any, dict[str, Any], bool]:
+        """See :meth:`ReplayBuffer.draw_batch`."""
         self.fillers.raise_error()
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if self._prefetch is None:
-            expected = self._session.post("sample", size)
+            expected = self._session.post("draw_batch", size)
         else:
             if size != self.batch_size:
-                raise ValueError(
-                    f"batch_size: expected {self.batch_size}, which batches are prefetched with, got {size}. "
-                    "Pass it to the constructor alone."
-                )
+                raise self._not_prefetched(size)
             while len(self._ahead) <= self._prefetch:
-                self._ahead.append(self._session.post("sample", size))
+                self._ahead.append(self._session.post("draw_batch", size))
             expected = self._ahead.popleft()
-        limiter = cast("RemoteLimiter | None", self.limiter)
+        limiter = self.limiter
         try:
             batch, info, ran_out = self._session.result(expected, None if limiter is None else limiter.ask_inserters)
         except BaseException:
@@ -190,105 +254,23 @@ class ReplayClient(ReplayBuffer):
         for expected in ahead:
             self._session.abandon(expected)
 
-    def update_priority(self, index: Any, priority: Any, *, generation: Any = None) -> None:
-        """See :meth:`ReplayBuffer.update_priority`."""
-        self._session.ask("update_priority", index, priority, generation)
-
-    def mark_update(self, index: Any) -> None:
-        """See :meth:`ReplayBuffer.mark_update`."""
-        self._session.ask("mark_update", index)
-
-    def update_if_present(self, **arguments: Any) -> ConditionalUpdateResult:
-        """See :meth:`ReplayBuffer.update_if_present`."""
-        found: ConditionalUpdateResult = self._session.ask("update_if_present", arguments)
-        return found
-
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set priorities from a batch of :meth:`sample`, see :class:`TensorDictReplayBuffer`.
 
         Raises:
             KeyError: the batch has no entry ``priority_key``, or no ``"index"``.
         """
-        if not self._info.has_priorities:
-            return
-        key = cast(NestedKey, self._info.priority_key or "td_error")
-        missing = [name for name in (key, "index") if data.get(name, None) is None]
-        if missing:
-            raise KeyError(f"data: expected the entries {missing}, got {sorted(map(str, data.keys(True)))}.")
-        index, generation = cast(torch.Tensor, data.get("index")), data.get(GENERATION, None)
-        for _ in range(data.ndim - 1):
-            index, generation = index[:, 0], None if generation is None else generation[:, 0]
-        self.update_priority(index, data.get(key), generation=generation)
-
-    # Elements -----------------------------------------------------------------------------------------
-
-    def can_sample(self, batch_size: int | None = None) -> bool:
-        """See :meth:`ReplayBuffer.can_sample`."""
-        return bool(self._session.ask("can_sample", self.batch_size if batch_size is None else batch_size))
+        if self._info.has_priorities:
+            self.update_priority(**priorities_in(data, cast(NestedKey, self._info.priority_key or "td_error")))
 
     def __len__(self) -> int:
         self.fillers.raise_error()
-        return int(self._session.ask("length"))
-
-    def num_given(self) -> int:
-        """See :meth:`ReplayBuffer.num_given`."""
-        return int(self._session.ask("write_count"))
-
-    def __getitem__(self, index: Any) -> Any:
-        """See :meth:`ReplayBuffer.__getitem__`."""
-        if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
-            return entry_of(self[:], index)
-        return self._session.ask("get_elements", index)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """See :meth:`ReplayBuffer.__setitem__`."""
-        self._session.ask("set_elements", index, value)
-
-    def _set_entries(self, data: Mapping[NestedKey, Any] | TensorDictBase, index: Any) -> None:
-        self._session.ask("set_entries", data, index)
+        return int(self._session.ask("__len__"))
 
     def _num_ahead(self) -> int:
         return len(self._ahead)
 
-    def empty(self, empty_write_count: bool = False) -> None:
-        """See :meth:`ReplayBuffer.empty`."""
-        self.drop_prefetched()
-        self._session.ask("empty", empty_write_count)
-
-    # Transforms and parts -----------------------------------------------------------------------------
-
-    def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
-        """See :meth:`ReplayBuffer.insert_transform`; a copy of it is applied in the service."""
-        self.drop_prefetched()
-        self._session.ask("insert_transform", index, dumps(transform), invert)
-        self._num_transforms += 1
-        return self
-
-    def append_transform(self, transform: Transform, *, invert: bool = False) -> ReplayBuffer:
-        """See :meth:`ReplayBuffer.append_transform`; a copy of it is applied in the service."""
-        return self.insert_transform(self._num_transforms, transform, invert=invert)
-
-    def set_sampler(self, sampler: Sampler) -> None:
-        """See :meth:`ReplayBuffer.set_sampler`; the service has a copy of it."""
-        self._set_part("set_sampler", sampler)
-
-    def set_writer(self, writer: Writer) -> None:
-        """See :meth:`ReplayBuffer.set_writer`; the service has a copy of it."""
-        self._set_part("set_writer", writer)
-
-    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> None:
-        """See :meth:`ReplayBuffer.set_storage`; the service has copies of both."""
-        self._set_part("set_storage", (storage, collate_fn))
-
-    def _set_part(self, what: str, part: Any) -> None:
-        self.drop_prefetched()
-        self._info = self._session.ask(what, dumps(part))
-        self._set_parts()
-
-    def set_rng(self, generator: torch.Generator | None) -> None:
-        """See :meth:`ReplayBuffer.set_rng`; the service goes on from the generator's state."""
-        self.drop_prefetched()
-        self._session.ask("set_rng", None if generator is None else generator.get_state())
+    # Parts and state ----------------------------------------------------------------------------------
 
     def check_shareable(self) -> None:
         """See :meth:`ReplayBuffer.check_shareable`: what is sent is a client."""
@@ -296,18 +278,6 @@ class ReplayClient(ReplayBuffer):
     def share(self, shared: bool = True) -> ReplayBuffer:
         """There is nothing to do: other processes can use it."""
         return self
-
-    # State --------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """See :meth:`ReplayBuffer.state_dict`."""
-        found: dict[str, Any] = self._session.ask("state_dict")
-        return found
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`ReplayBuffer.load_state_dict`."""
-        self.drop_prefetched()
-        self._session.ask("load_state_dict", dict(state_dict))
 
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
         """An error: hooks are called where the storage is."""
@@ -325,7 +295,7 @@ class ReplayClient(ReplayBuffer):
     def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
         """See :meth:`ReplayBuffer.loads`; the folder is one of the service's machine."""
         self.drop_prefetched()
-        self._session.ask("loads", str(Path(path).expanduser().absolute()), allow_pickle)
+        self._session.ask("loads", str(Path(path).expanduser().absolute()), allow_pickle=allow_pickle)
 
     dump = save = dumps
     load = loads
@@ -347,5 +317,38 @@ class ReplayClient(ReplayBuffer):
         )
 
 
-def _client(target: Target, info: Info, writer: WriterName | None, batch_size: int | None) -> ReplayClient:
-    return ReplayClient(target, info, writer, batch_size=batch_size)
+def _asked(path: str, *, writes: bool = False, drops: bool = False, changes_parts: bool = False) -> Any:
+    """A method of :class:`ReplayBuffer`, or of a part of it, that the buffer in the service carries out.
+
+    Args:
+        path: of the method, from the buffer.
+        writes: it stores elements: the ledger hears of the request's number.
+        drops: what was prefetched would not be drawn so any more.
+        changes_parts: what it is given is code, of which the service has a copy; it returns the buffer.
+    """
+
+    def ask(self: Any, *args: Any, **options: Any) -> Any:
+        if drops:
+            self.drop_prefetched()
+        if not changes_parts:
+            return self._session.ask(path, *args, noted=self._ledger.on_reserve if writes else None, **options)
+        self._session.ask(path, *map(Code, args), **{name: Code(value) for name, value in options.items()})
+        self._take_info(self._session.ask("info"))
+        return self
+
+    declared = SampleToInsertRatio if path.startswith("limiter.") else ReplayBuffer
+    return functools.wraps(attrgetter(path.removeprefix("limiter."))(declared))(ask)
+
+
+for _name in ("extend", "extend_pieces", "add"):
+    setattr(ReplayClient, _name, _asked(_name, writes=True))
+for _name in ("update_priority", "mark_update", "update_if_present", "__getitem__", "__setitem__", "_set_entries"):
+    setattr(ReplayClient, _name, _asked(_name))
+for _name in ("can_sample", "num_given", "state_dict"):
+    setattr(ReplayClient, _name, _asked(_name))
+for _name in ("empty", "load_state_dict"):
+    setattr(ReplayClient, _name, _asked(_name, drops=True))
+for _name in ("insert_transform", "set_sampler", "set_writer", "set_storage", "set_rng"):
+    setattr(ReplayClient, _name, _asked(_name, drops=True, changes_parts=True))
+for _name in ("check", "may_insert", "wants", "stats"):
+    setattr(RemoteLimiter, _name, _asked(f"limiter.{_name}"))

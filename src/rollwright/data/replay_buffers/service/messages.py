@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rollwright._processes.failures import ExceptionInfo
+from rollwright.data.replay_buffers.buffer import ReplayBuffer
+from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
+from rollwright.data.replay_buffers.samplers.slices import SliceSampler
 
 
 class WriterName(NamedTuple):
@@ -20,7 +23,7 @@ class WriterName(NamedTuple):
 
 
 class Info(NamedTuple):
-    """What never changes about a buffer in a service.
+    """What is known of a buffer in a service without asking; it changes with its parts alone.
 
     Attributes:
         kind: name of its class.
@@ -32,10 +35,9 @@ class Info(NamedTuple):
         keeps_objects: whether entries may be text and other objects.
         draws_slices: whether the sampler draws stretches of trajectories.
         has_priorities: whether the sampler has priorities.
-        has_limiter: whether sampling and collecting are kept at one pace.
-        limiter_timeout_s: how long one side waits without a sign of the other.
+        limiter: keeps sampling and collecting at one pace; a copy, for its numbers.
         priority_key: of a buffer of TensorDicts.
-        num_transforms: that it was made with.
+        num_transforms: that are applied to batches.
     """
 
     kind: str
@@ -47,10 +49,28 @@ class Info(NamedTuple):
     keeps_objects: bool
     draws_slices: bool
     has_priorities: bool
-    has_limiter: bool
-    limiter_timeout_s: float
+    limiter: SampleToInsertRatio | None
     priority_key: object
     num_transforms: int
+
+    @classmethod
+    def of(cls, buffer: ReplayBuffer) -> Info:
+        """That on a buffer."""
+        storage, sampler = buffer.storage, buffer.sampler
+        return cls(
+            kind=type(buffer).__name__,
+            storage=type(storage).__name__,
+            sampler=type(sampler).__name__,
+            max_size=storage.max_size,
+            ndim=storage.ndim,
+            dim_extend=buffer.dim_extend,
+            keeps_objects=storage.keeps_objects,
+            draws_slices=isinstance(sampler, SliceSampler),
+            has_priorities=sampler.has_priorities,
+            limiter=buffer.limiter,
+            priority_key=getattr(buffer, "priority_key", None),
+            num_transforms=len(buffer.transforms),
+        )
 
 
 class Ready(NamedTuple):
@@ -73,8 +93,9 @@ class Request(NamedTuple):
     Attributes:
         number: of the client's requests, rising.
         received: the client has the replies of all that it has sent below this number.
-        what: a name of :class:`~rollwright.data.replay_buffers.service.serving.commands.Commands`.
-        body: the arguments, packed.
+        what: path of a method from the buffer, such as ``"extend"`` or ``"storage.ledger.take_ids"``; or ``"info"``,
+            ``"give_up"``, ``"was_done"``, ``"cancel"``, ``"finish"``, of the service itself.
+        body: the arguments, by position and by name, packed.
     """
 
     number: int
@@ -97,22 +118,8 @@ class Reply(NamedTuple):
     failure: ExceptionInfo | None = None
 
 
-class Welcome(NamedTuple):
-    """The first message to a client.
-
-    Attributes:
-        write_count: elements that were written so far.
-        num_stored: elements that are there.
-        dump_failure: why they could not be saved the last time.
-    """
-
-    write_count: int
-    num_stored: int
-    dump_failure: str | None = None
-
-
 class Counts(NamedTuple):
-    """To the owner, before the writes that they count are acknowledged.
+    """The first message to a client; and to the owner, before the writes that they count are acknowledged.
 
     Attributes:
         write_count: elements that were written so far.

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from rollwright._processes.pickling import dumps
+from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.unchecked import unchecked_td
 
 _INLINE = 128  # bytes of a tensor that are not worth a piece of their own
@@ -87,6 +89,23 @@ def pack(value: Any) -> tuple[bytes, list[memoryview]]:
 def unpack(body: bytes, pieces: Sequence[memoryview]) -> Any:
     """What :func:`pack` was given; its tensors lie in the pieces."""
     return pickle.loads(body, buffers=pieces)
+
+
+class Code:
+    """Stands for an object that may hold functions and classes: the object itself arrives, with their code."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> Any:
+        return _arrived, (dumps(self._value),)
+
+
+def _arrived(pickled: bytes) -> Any:
+    value = pickle.loads(pickled)
+    if isinstance(value, Storage):
+        value.move_here()
+    return value
 
 
 def memory_for(sizes: Sequence[int]) -> list[memoryview]:

@@ -20,7 +20,7 @@ from rollwright._processes.network.handshake import HandshakeRefused, connect_to
 from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.threads import DaemonThread
 from rollwright._warnings import warn_user
-from rollwright.data.replay_buffers.service.messages import Counts, Reply, Request, Welcome, WriterName
+from rollwright.data.replay_buffers.service.messages import Counts, Reply, Request, WriterName
 from rollwright.data.replay_buffers.service.packing import ReusedMemory, pack, unpack
 from rollwright.errors import ServiceLostError, WorkerError
 
@@ -126,23 +126,24 @@ class Session:
 
     # Requests -----------------------------------------------------------------------------------------
 
-    def ask(self, what: str, *args: Any, noted: Callable[[int], None] | None = None) -> Any:
+    def ask(self, what: str, *args: Any, noted: Callable[[int], None] | None = None, **options: Any) -> Any:
         """Have the service do something, and wait for what comes of it.
 
         Args:
-            what: a name of :class:`~rollwright.data.replay_buffers.service.serving.commands.Commands`.
+            what: see :class:`Request`.
             args: for it.
             noted: called with the number of the request, before it is sent.
+            options: arguments by name.
 
         Raises:
             WorkerError: it raised there, also as an instance of the class of that exception.
             ConnectionError, TimeoutError: the service is gone, or does not answer.
         """
-        return self.result(self.post(what, *args, noted=noted))
+        return self.result(self.post(what, *args, noted=noted, **options))
 
-    def post(self, what: str, *args: Any, noted: Callable[[int], None] | None = None) -> Expected:
+    def post(self, what: str, *args: Any, noted: Callable[[int], None] | None = None, **options: Any) -> Expected:
         """Have the service do something, without waiting for it."""
-        body, pieces = pack(args)
+        body, pieces = pack((args, options))
         with uninterrupted, self._lock:
             if self.is_closed:
                 raise RuntimeError(f"{self.target.name} was shut down.")
@@ -189,7 +190,7 @@ class Session:
             if self._expected.pop(expected.number, None) is not None and self._line is not None and self._line.behind:
                 self._line.cut()  # what was sent of it is dropped there
                 self._line = None
-        if not self.is_closed and not expected.done.is_set() and expected.what == "sample":
+        if not self.is_closed and not expected.done.is_set() and expected.what == "draw_batch":
             self.post("cancel", expected.number)
 
     def _send(self, expected: Expected) -> None:
@@ -325,11 +326,9 @@ class Session:
             case ExceptionInfo():  # what it was sent is not what has arrived
                 self.fail(message.error(self.target.name), for_good=True)
             case Counts():
-                if message.dump_failure is not None and (self.counts is None or self.counts.dump_failure is None):
+                before, self.counts = self.counts, message
+                if before is not None and before.dump_failure is None and message.dump_failure is not None:
                     self.notes.append(_unsaved(self.target, message.dump_failure))
-                self.counts = message
-            case Welcome():
-                self.counts = Counts(*message)
 
     def cut(self) -> None:
         """Break the connection, as a network may: the next one takes its place."""

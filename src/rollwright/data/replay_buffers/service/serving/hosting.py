@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 from rollwright._memory import keep_freed_memory
-from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.service.messages import Ready
 from rollwright.data.replay_buffers.service.serving.dumps import Dumps
 from rollwright.data.replay_buffers.service.serving.journal import Journal
@@ -23,21 +22,11 @@ from rollwright.data.replay_buffers.storages.base import Storage
 _MOST_BEAT_S = 1.0
 
 
-class LimiterForm(NamedTuple):
-    """What a :class:`SampleToInsertRatio` is made of."""
-
-    samples_per_insert: float
-    margin: float
-    min_size: int
-    timeout_s: float
-
-
 class Recipe(NamedTuple):
     """What a service is made of.
 
     Attributes:
-        made_of: a pickle of the buffer's class and its options; a limiter as a :class:`LimiterForm`, a generator as its
-            state.
+        made_of: a pickle of the buffer's class and its options.
         address: where to listen.
         secret: of the run.
         seed: of random numbers.
@@ -89,15 +78,8 @@ class Service:
         sys.path.extend(path for path in recipe.import_paths if path not in sys.path)
         torch.manual_seed(recipe.seed)
         kind, options = pickle.loads(recipe.made_of)
-        if isinstance(options.get("limiter"), LimiterForm):
-            form: LimiterForm = options["limiter"]
-            options["limiter"] = SampleToInsertRatio(
-                form.samples_per_insert, margin=form.margin, min_size=form.min_size, timeout_s=form.timeout_s
-            )
         if isinstance(options.get("storage"), Storage):
             options["storage"].move_here()
-        if options.get("generator") is not None:
-            options["generator"] = torch.Generator().set_state(options["generator"])
         dumps = None if recipe.path is None else Dumps(recipe.path, recipe.dump_every)
         journal = None if recipe.path is None else Journal(recipe.path, recipe.run)
         self._keeper = Keeper(kind(**options), dumps, journal)

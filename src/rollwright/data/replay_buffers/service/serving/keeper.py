@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +11,8 @@ from typing import Any
 
 from rollwright._processes.failures import ExceptionInfo
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
-from rollwright.data.replay_buffers.service.messages import Reply, Request, WriterName
+from rollwright.data.replay_buffers.service.messages import Info, Reply, Request, WriterName
 from rollwright.data.replay_buffers.service.packing import pack, unpack
-from rollwright.data.replay_buffers.service.serving.commands import Commands
 from rollwright.data.replay_buffers.service.serving.dumps import Dumps
 from rollwright.data.replay_buffers.service.serving.journal import Journal
 
@@ -68,7 +68,6 @@ class Keeper:
 
     def __init__(self, buffer: ReplayBuffer, dumps: Dumps | None = None, journal: Journal | None = None) -> None:
         self.buffer, self._dumps, self._journal = buffer, dumps, journal
-        self._commands = Commands(buffer)
         self.records: dict[str, Record] = {}
         self.least: dict[str, int] = {}
         self._waiting: list[_Waiting] = []
@@ -87,7 +86,7 @@ class Keeper:
         if journal is not None:
             self.least = {name: generation + 1 for name, generation in journal.given_up.items()}
             buffer.storage.ledger.raise_ids(journal.ids_end)
-        self.info = self._commands.info()
+        self.info = Info.of(buffer)
 
     def refusal(self, writer: WriterName | None) -> str | None:
         """Why a writer may not take part, as a phrase; None: it may."""
@@ -118,9 +117,11 @@ class Keeper:
             given = unpack(request.body, pieces)
         except Exception as error:  # whatever a class does that the service lacks, or has in another version
             return self._failed(client, request.number, error)
-        if request.what == "sample" and not self._may_draw(given[0]):
-            self._waiting.append(_Waiting(client, request, self._size(given[0]), self.buffer.write_count))
-            return None
+        if request.what == "draw_batch":
+            size, limiter = given[0][0] or self.buffer.batch_size or 1, self.buffer.limiter
+            if limiter is not None and not limiter.may_draw(size):
+                self._waiting.append(_Waiting(client, request, size, self.buffer.write_count))
+                return None
         replaces = request.what in _REPLACING
         return self._answered(client, request.number, lambda: self._carry_out(client, request, given, pieces), replaces)
 
@@ -131,7 +132,7 @@ class Keeper:
             return value
         if request.what in _LASTING:
             journal.note_request(client, request, pieces)
-        elif request.what in ("take_ids", "give_up") and self._dumps is not None:
+        elif request.what in ("storage.ledger.take_ids", "give_up") and self._dumps is not None:
             try:
                 self.note_promises()
             except OSError as error:  # who asks has nothing to do with the disk, and goes on
@@ -180,32 +181,28 @@ class Keeper:
         return answer
 
     def _do(self, client: str, what: str, given: Any) -> Any:
+        args, options = given
         match what:
+            case "info":
+                return Info.of(self.buffer)
             case "give_up":
-                return self._give_up(*given)
+                return self._give_up(*args)
             case "was_done":
-                asked, number = given
+                asked, number = args
                 record = self.records.get(asked)
                 return record is not None and record.last >= number and number not in record.failed
             case "finish":
                 return self.finish()
             case "cancel":
-                return self._cancel(client, *given)
-        if what.startswith("_") or not hasattr(Commands, what):
-            raise ValueError(f"a replay service knows no request {what!r}.")
-        return getattr(self._commands, what)(*given)
+                return self._cancel(client, *args)
+        value = operator.attrgetter(what)(self.buffer)(*args, **options)
+        return None if value is self.buffer else value
 
     def _give_up(self, name: str, generation: int) -> None:
         """Refuse writers of this generation and of earlier ones from now on."""
         self.least[name] = max(self.least.get(name, 0), generation + 1)
 
     # Samples that wait --------------------------------------------------------------------------------
-
-    def _size(self, size: int | None) -> int:
-        return size or self.buffer.batch_size or 1
-
-    def _may_draw(self, size: int | None) -> bool:
-        return self.buffer.limiter is None or self.buffer.limiter.may_draw(self._size(size))
 
     def tend(self) -> list[tuple[str, Answer]]:
         """Carry out what may be carried out now; the clients and what they are sent. Save again what could not be."""
@@ -215,7 +212,7 @@ class Keeper:
         for waiting in list(self._waiting):
             limiter, now = self.buffer.limiter, time.monotonic()
             if limiter is None or limiter.may_draw(waiting.size):
-                do: Callable[[], Any] = partial(self._commands.sample, waiting.size)
+                do: Callable[[], Any] = partial(self.buffer.draw_batch, waiting.size)
             elif self.buffer.write_count != waiting.inserted:
                 waiting.inserted, waiting.since = self.buffer.write_count, now
                 continue

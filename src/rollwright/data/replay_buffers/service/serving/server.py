@@ -14,7 +14,7 @@ from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.network.handshake import IncomingHandshake
 from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.network.listener import Listener
-from rollwright.data.replay_buffers.service.messages import Beat, Counts, Request, Welcome, WriterName
+from rollwright.data.replay_buffers.service.messages import Beat, Counts, Request, WriterName
 from rollwright.data.replay_buffers.service.packing import memory_for
 from rollwright.data.replay_buffers.service.serving.keeper import Answer, Keeper
 
@@ -103,7 +103,7 @@ class Server:
         guest = self._guests[client] = _Guest(client, line, is_owner=is_owner)
         self._keeper.met(client, writer)
         self.watch(guest.fd, partial(self._read, guest))
-        self._post(guest, Welcome(*self._counts()))
+        self._post(guest, self._counts())
 
     def _lose(self, guest: _Guest) -> None:
         self._unwatch(guest.fd)
