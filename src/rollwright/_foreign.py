@@ -14,6 +14,7 @@ __all__ = [
     "is_torchrl_scheme",
     "is_torchrl_spec",
     "is_torchrl_transform",
+    "is_vmas_env",
     "kind_in",
     "library_of_env",
     "overrides",
@@ -100,6 +101,11 @@ def is_torchrl_buffer(thing: Any) -> bool:
 def is_pettingzoo_env(thing: Any) -> bool:
     """Whether an object is an environment of PettingZoo, of either kind."""
     return any(name in ("ParallelEnv", "AECEnv") for name in kind_in("pettingzoo", thing))
+
+
+def is_vmas_env(thing: Any) -> bool:
+    """Whether an object is an environment of VMAS."""
+    return "Environment" in kind_in("vmas", thing)
 
 
 def library_of_env(thing: Any) -> str:

@@ -7,6 +7,7 @@ from rollwright.envs.libs.gym import BaseInfoDictReader, GymEnv, GymWrapper, def
 from rollwright.envs.libs.pettingzoo import PettingZooEnv, PettingZooWrapper
 from rollwright.envs.libs.torchrl import TorchRLWrapper
 from rollwright.envs.libs.torchrl.to_torchrl import to_torchrl
+from rollwright.envs.libs.vmas import VmasEnv, VmasWrapper
 
 __all__ = [
     "BaseInfoDictReader",
@@ -18,6 +19,8 @@ __all__ = [
     "PettingZooEnv",
     "PettingZooWrapper",
     "TorchRLWrapper",
+    "VmasEnv",
+    "VmasWrapper",
     "default_info_dict_reader",
     "gym_backend",
     "set_gym_backend",

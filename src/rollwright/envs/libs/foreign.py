@@ -11,13 +11,14 @@ import gymnasium
 from gymnasium.vector import VectorEnv
 from torch import nn
 
-from rollwright._foreign import class_path, is_dm_env, is_pettingzoo_env, is_torchrl_env, kind_in
+from rollwright._foreign import class_path, is_dm_env, is_pettingzoo_env, is_torchrl_env, is_vmas_env, kind_in
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs._registered import check_registered
 from rollwright.envs.libs.dm_control import DMControlWrapper
 from rollwright.envs.libs.gym import GymEnv, GymWrapper
 from rollwright.envs.libs.pettingzoo import PettingZooWrapper
 from rollwright.envs.libs.torchrl import TorchRLWrapper
+from rollwright.envs.libs.vmas import VmasWrapper
 
 __all__ = ["as_env", "as_maker", "check_maker", "is_around", "is_env", "makers_in", "remedy_for"]
 
@@ -52,6 +53,7 @@ _LIBRARIES = (
     _Library(_is_gymnasium_env, partial(GymWrapper, categorical_action_encoding=True), GymWrapper, "gym_env"),
     _Library(is_dm_env, partial(DMControlWrapper, categorical_action_encoding=True), DMControlWrapper, "dm_env"),
     _Library(is_pettingzoo_env, _wrap_pettingzoo, PettingZooWrapper, "pettingzoo_env"),
+    _Library(is_vmas_env, VmasWrapper, VmasWrapper, "vmas_env"),
 )
 _REMEDIES = {  # by the library of an object that cannot be taken
     "gym": (

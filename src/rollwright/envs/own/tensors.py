@@ -312,7 +312,7 @@ class OwnTensors:
         for path, td in walked:  # which grows
             for name, value in td.items():
                 if isinstance(value, TensorDictBase):
-                    size = self.nests.get(name, self.batch) if not path else self.batch
+                    size = td.batch_size if path else self.nests.get(name, self.batch)
                     if type(value) is not TensorDict or value.batch_size != size:
                         return None
                     walked.append(((*path, name), value))
@@ -397,6 +397,8 @@ def _nests(spec: Composite, batch: torch.Size) -> Sequence[tuple[str, torch.Size
             raise NotNative(f"entry {key!r} differs between environments")
         if isinstance(nest, Composite) and nest.shape != batch:
             if not isinstance(key, str):
+                if nest.shape == spec[unravel(key[:-1])].shape:
+                    continue  # follows the nest around it
                 raise NotNative(f"entry {key!r} has a batch size of its own")
             found.append((key, nest.shape))
     return found
