@@ -14,7 +14,7 @@ from torch import Tensor
 from rollwright._keys import NestedKey, as_tuple, is_private, unravel
 from rollwright._tensors import as_tensor
 from rollwright.data.specs import Composite, NonTensor, TensorSpec, Unbounded
-from rollwright.envs.base import EnvBase
+from rollwright.envs.libs.library import LibraryEnv
 from rollwright.envs.utils import check_env_specs
 from rollwright.errors import EnvError, SpecError
 
@@ -145,16 +145,18 @@ class default_info_dict_reader(BaseInfoDictReader):
 InfoReader = Callable[[Info, TensorDictBase], TensorDictBase | None]
 
 
-class InfoReadingEnv(EnvBase):
+class InfoReadingEnv(LibraryEnv):
     """An environment with ``info`` dictionaries, of which readers bring entries into the data.
 
     Attributes:
         info_dict_reader: the readers, in the order in which they are called.
     """
 
+    info_dict_reader: list[InfoReader]
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.info_dict_reader: list[InfoReader] = []
+        self.info_dict_reader = []
 
     def _read_info_into(self, info: Any, out: TensorDictBase) -> None:
         try:

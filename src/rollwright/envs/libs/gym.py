@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Self, Unpack, cast
 
@@ -17,19 +17,20 @@ from rollwright._keys import NestedKey, key_str, leaf_keys, place, unravel
 from rollwright.data.specs import Categorical, Composite, Unbounded
 from rollwright.data.specs.gymspaces import torch_dtype
 from rollwright.data.unchecked import unchecked_td
-from rollwright.envs.arrays import ArrayEnv, Rows, Values
+from rollwright.envs.arrays import Entry, NameRow, Rows, RowsStep, Values
 from rollwright.envs.base import _extensions
-from rollwright.envs.libs._gym_arrays import FLAG_TYPES, GymArrays
+from rollwright.envs.libs._gym_rows import FLAG_TYPES, GymRows
 from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
 from rollwright.envs.libs._make import decorate, make, name_of_observation, space_of
 from rollwright.envs.libs._registered import Available
 from rollwright.envs.libs.backend import gym_backend, set_gym_backend
 from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, leaves_of, spec_of
 from rollwright.envs.libs.keywords import GymKeywords
+from rollwright.envs.libs.library import LibraryEnv
 from rollwright.envs.libs.vector.episodes import Readers, VectorEpisodes
 from rollwright.envs.libs.vector.tensors import device_of_env, gym_tensors
 from rollwright.envs.own.tensors import OwnTensors
-from rollwright.errors import EnvError, EnvKeyError, NotNative, SpecError
+from rollwright.errors import EnvError, EnvKeyError, SpecError
 
 __all__ = [
     "BaseInfoDictReader",
@@ -42,8 +43,7 @@ __all__ = [
 
 Seeds = list[int | None]
 
-COLUMNS = ("reward", "done", "terminated", "truncated")
-RESERVED = (*COLUMNS, "next", "_reset")
+RESERVED = ("reward", "done", "terminated", "truncated", "next", "_reset")
 _OTHERWISE = "Pass gymnasium.make(...), call GymEnv(name) to create one by name, or subclass EnvBase."
 _REMEDIES = {
     "dm_env": "Use DMControlWrapper(env), or DMControlEnv(domain, task) to create one by name.",
@@ -97,8 +97,8 @@ class GymWrapper(InfoReadingEnv):
         (torch.Size([3, 3]), 200)
     """
 
-    returns_copies = True  # readers copy
     reward_dtype: type[np.floating[Any]] = np.float32
+    inner_name = "gym_env"
 
     def __init__(
         self,
@@ -165,29 +165,14 @@ class GymWrapper(InfoReadingEnv):
         self.plain_array, self._plain_dtype = self._observe.plain_array, self._observe.plain_dtype
         self.observation_spec = spec_of(observations, batch)
         self.action_spec = spec_of(actions, batch)
+        self.space_keys = [leaf.key for leaf in observations]
+        self.space_rewards = {"reward": Entry((*batch, 1), np.dtype(self.reward_dtype), True)}
         reward_dtype = torch_dtype(self.reward_dtype)
         self.reward_spec = Unbounded((*batch, 1), device=self.device or "cpu", dtype=reward_dtype)
         flag = Categorical(2, shape=(*batch, 1), dtype=torch.bool, device=self.device or "cpu")
         self.done_spec = Composite(done=flag, terminated=flag, truncated=flag, shape=batch)
 
     # Stepping ---------------------------------------------------------------------------------
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self.tensordict_of(self.step_values(tensordict))
-
-    def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """See :class:`EnvBase`: what is read by the spaces is complete, and is not tested again."""
-        tested = self.info_dict_reader or self.run_type_checks
-        if tested or not self.remember("read by its spaces", self._is_read_by_its_spaces):
-            return super().step_outcome(tensordict)
-        with self._named_errors("step", tensordict):
-            return self._step(tensordict)
-
-    def _is_read_by_its_spaces(self) -> bool:
-        try:
-            return self._array_form() is not None
-        except NotNative:
-            return False
 
     def step_values(self, given: TensorDictBase | Values) -> Values:
         """Act, by the actions among ``given``; the content of ``"next"`` as arrays."""
@@ -219,11 +204,6 @@ class GymWrapper(InfoReadingEnv):
     def row_writer(self, num_rows: int) -> ActionWriter:
         """What converts the actions of ``num_rows`` single environments like this one."""
         return ActionWriter(self._act.space, self._actions, (num_rows,))
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        mask = None if tensordict is None else tensordict.get("_reset", None)
-        rows = None if mask is None else mask.reshape(-1).cpu().numpy()
-        return self.tensordict_of(self.reset_values(rows, **kwargs))
 
     def reset_values(self, rows: Rows | None, **kwargs: Any) -> Values:
         """Begin new episodes where ``rows`` marks; first observations as arrays."""
@@ -328,15 +308,6 @@ class GymWrapper(InfoReadingEnv):
         new = {unravel(key): data.get(key) for key in leaf_keys(data)}
         return {key: _as_value(value) for key, value in new.items() if given.get(key) is not value}
 
-    def tensordict_of(self, values: Values) -> TensorDict:
-        """The data that arrays by key stand for."""
-        nested: dict[str, Any] = {}
-        for key, value in values.items():
-            if key in COLUMNS:
-                value = np.asarray(value).reshape(*self.batch_size, 1)
-            place(nested, key, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
-        return TensorDict(nested, batch_size=self.batch_size, device=self.device)
-
     def write_observation(self, observation: Any, out: Values, i: int) -> None:
         """Write what a step returned into row ``i`` of arrays by key; there are no objects among the entries."""
         try:
@@ -368,8 +339,12 @@ class GymWrapper(InfoReadingEnv):
             raise EnvError(f"{self}: step returned {name!r} = {value!r}, expected {expected}. Return it so.")
         return array.astype(dtype).reshape(self.batch_size)[()]
 
-    def _array_form(self) -> ArrayEnv:
-        return GymArrays(self, GymWrapper)
+    def in_turn(
+        self, envs: Sequence[LibraryEnv], entries: dict[NestedKey, Entry], name_error: NameRow
+    ) -> RowsStep | None:
+        """See :meth:`LibraryEnv.in_turn`."""
+        same = [env for env in envs if isinstance(env, GymWrapper)]
+        return None if self.batch_size or len(same) < len(envs) else GymRows(same, entries, name_error)
 
     def _tensor_form(self) -> OwnTensors:
         return gym_tensors(self, GymWrapper, self._observations, self._actions)
@@ -382,11 +357,6 @@ class GymWrapper(InfoReadingEnv):
         return unchecked_td(nested, self.batch_size, device=self.device)
 
     # The object itself ------------------------------------------------------------------------
-
-    @property
-    def space_keys(self) -> list[NestedKey]:
-        """Keys of the entries that the observation space gives."""
-        return [key for key, _, _ in self._observe.entries]
 
     @property
     def gym_env(self) -> Any:

@@ -9,25 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from rollwright._foreign import class_path, is_pettingzoo_env, kind_in
-from rollwright._keys import NestedKey, place
 from rollwright.data.specs import Categorical, Composite, Unbounded
-from rollwright.data.unchecked import unchecked_td
-from rollwright.envs.arrays import FLAGS, ArrayEnv, Values
-from rollwright.envs.base import EnvBase
+from rollwright.envs.arrays import FLAGS, Entry, Rows, Values
+from rollwright.envs.libs.library import LibraryEnv
 from rollwright.envs.libs.pettingzoo.agents import AgentGroup, Outcome
-from rollwright.envs.libs.pettingzoo.arrays import PettingZooArrays
 from rollwright.envs.libs.pettingzoo.groups import groups_of
-from rollwright.errors import EnvError, NotNative, require
+from rollwright.errors import EnvError, require
 
 __all__ = ["PettingZooEnv", "PettingZooWrapper"]
 
 _FAMILIES = ("pettingzoo.butterfly", "pettingzoo.classic", "pettingzoo.sisl", "pettingzoo.atari", "mpe2")
 
 
-class PettingZooWrapper(EnvBase):
+class PettingZooWrapper(LibraryEnv):
     """An environment of PettingZoo that exists already, parallel or turn-taking (AEC).
 
     The data of the agents of a group are stacked: ``(group, "observation")`` ``[agents, ...]``, ``(group, "action")``,
@@ -63,7 +60,7 @@ class PettingZooWrapper(EnvBase):
         torch.Size([3, 1, 9])
     """
 
-    returns_copies = True
+    inner_name = "pettingzoo_env"
 
     def __init__(
         self,
@@ -106,18 +103,22 @@ class PettingZooWrapper(EnvBase):
 
     def _set_specs(self) -> None:
         flags = {name: Categorical(2, shape=(1,), dtype=torch.bool, device="cpu") for name in FLAGS}
+        self.space_rewards, self.nests = {}, {}
         seen, acts, rewards, done = Composite(), Composite(), Composite(), Composite(flags)
         for group in self._groups:
             n = len(group.agents)
             seen[group.name], acts[group.name] = group.observation_spec, group.action_spec
             if group.masked:
                 acts[group.name, "action"].mask = torch.ones(n, group.choices, dtype=torch.bool, device="cpu")
+            form = Entry((n, 1), np.dtype(np.float32), False)
+            self.space_rewards[group.name, "reward"], self.nests[group.name] = form, (n,)
             rewards[group.name] = Composite({"reward": Unbounded((n, 1), device="cpu")}, shape=(n,))
             flags = {name: Categorical(2, shape=(n, 1), dtype=torch.bool, device="cpu") for name in FLAGS}
             done[group.name] = Composite(flags, shape=(n,))
         if self.return_state:
             state = np.asarray(self.pettingzoo_env.state())
             seen["state"] = Unbounded(state.shape, dtype=torch.from_numpy(state).dtype, device="cpu")
+        self.space_keys = list(seen.leaves())
         device = self.device
         self.observation_spec = seen if device is None else seen.to(device)
         self.action_spec = acts if device is None else acts.to(device)
@@ -135,34 +136,15 @@ class PettingZooWrapper(EnvBase):
         seen = {agent: env.observe(agent) for agent in env.agents}
         return Outcome(seen, {}, {}, {}, dict(env.infos), [env.agent_selection] if seen else [])
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        return self._as_tensordict(self.reset_values(**kwargs))
-
-    def reset_values(self, **kwargs: Any) -> Values:
+    def reset_values(self, rows: Rows | None = None, **kwargs: Any) -> Values:
         """Begin a new trajectory; what the first step is taken from, flags of agents included, as arrays."""
         seed = kwargs.pop("seed", self._seed)
         self._seed, self._past = None, {}
         return self._data(self._restart(seed, **kwargs), False)
 
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self._as_tensordict(self.step_values(tensordict))
-
     def step_values(self, given: TensorDictBase | Values) -> Values:
         """Act, by the actions among ``given``; the content of ``"next"`` as arrays."""
         return self._data(self._act_all(given) if self.parallel else self._act_one(given), True)
-
-    def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """See :class:`EnvBase`: what is read by the spaces is complete, and is not tested again."""
-        if self.run_type_checks or not self.remember("read by its spaces", self._is_read_by_its_spaces):
-            return super().step_outcome(tensordict)
-        with self._named_errors("step", tensordict):
-            return self._step(tensordict)
-
-    def _is_read_by_its_spaces(self) -> bool:
-        try:
-            return self._array_form() is not None
-        except NotNative:
-            return False
 
     def _act_all(self, given: TensorDictBase | Values) -> Outcome:
         alive, actions = self.pettingzoo_env.agents, {}
@@ -191,12 +173,6 @@ class PettingZooWrapper(EnvBase):
         return out._replace(acting=[env.agent_selection] if env.agents else [])
 
     # Data -------------------------------------------------------------------------------------
-
-    @property
-    def space_keys(self) -> list[NestedKey]:
-        """Keys of the entries that a reset gives, beside flags."""
-        keys = [group.key(key) for group in self._groups for key in group.observation_spec.leaves()]
-        return [*keys, "state"] if self.return_state else keys
 
     def _data(self, out: Outcome, stepped: bool) -> Values:
         past = self._past
@@ -227,23 +203,6 @@ class PettingZooWrapper(EnvBase):
             spec.mask = mask
         else:
             spec.update_mask(mask)  # which says what is wrong
-
-    def _as_tensordict(self, values: Values) -> TensorDict:
-        """The data that arrays by key stand for."""
-        nested: dict[str, Any] = {group.name: {} for group in self._groups}
-        for key, value in values.items():
-            place(
-                nested,
-                key,
-                torch.from_numpy(value) if isinstance(value, np.ndarray) else torch.tensor([value], device="cpu"),
-            )
-        for group in self._groups:
-            nested[group.name] = unchecked_td(nested[group.name], torch.Size([len(group.agents)]))
-        data = unchecked_td(nested)
-        return data if self.device is None else data.to(self.device)
-
-    def _array_form(self) -> ArrayEnv:
-        return PettingZooArrays(self, PettingZooWrapper)
 
     # The object itself ------------------------------------------------------------------------
 
