@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBase
 
 from rollwright._keys import NestedKey
@@ -34,6 +35,7 @@ def array_policy(
     exploration_type: InteractionType,
     batch_shape: tuple[int, ...],
     available: Collection[NestedKey],
+    device: torch.device | None = None,
 ) -> ArrayPolicy:
     """The policy as calls on tensors.
 
@@ -42,6 +44,7 @@ def array_policy(
         exploration_type: how distributions give a value. Calls must run under it.
         batch_shape: of the environment's entries.
         available: entries that the root has at each step, all tensors.
+        device: where they are, and the policy; None: on the host, wherever the policy is.
 
     Raises:
         NotNative: it must take the plain path; the message gives the reason.
@@ -58,16 +61,18 @@ def array_policy(
         (['observation'], ['action'], [array([0., 0.], dtype=float32)])
     """
     if type(policy) is FunctionPolicy:
+        if device is not None:
+            raise NotNative(f"its entries are on {device}")
         return CalledFunction(policy, tuple(batch_shape), available)
     made = _on_tensors(policy, exploration_type, tuple(batch_shape), available)
     devices = {tensor.device for tensor in parameters_of(policy)}
     if len(devices) > 1:
         raise NotNative("its parameters lie on several devices")
-    for device in devices:
-        if device.type == "cuda":
-            return Staged(made, device)
-        if device.type != "cpu":
-            raise NotNative(f"its parameters lie on {device}")
+    for lies in devices:
+        if device is None and lies.type == "cuda":
+            return Staged(made, lies)
+        if lies != (torch.device("cpu") if device is None else device):
+            raise NotNative(f"its parameters lie on {lies}")
     return made
 
 

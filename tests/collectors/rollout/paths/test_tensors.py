@@ -12,8 +12,16 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import (
+    InteractionType,
+    NormalParamExtractor,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
 from torch import nn
+from torch.distributions import Normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollwright.collectors import Collector
@@ -397,7 +405,7 @@ def test_the_host_waits_for_nothing_of_a_gpu_in_a_step(name):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         batch = path.finish(STEPS)
-        assert batch.device == collector.env.device
+        assert batch["next", "done"].is_cuda
         assert bool(batch["next", "done"].sum() > NUM)
 
 
@@ -414,6 +422,26 @@ def test_a_gpu_gives_the_frames_of_the_cpu(name, options):
         assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
         for key in ours.keys(True, True):
             torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", list(InteractionType), ids=str)
+def test_a_policy_taken_apart_on_a_gpu_gives_the_bits_of_its_modules(mode):
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6), NormalParamExtractor()).cuda()
+    acts = ProbabilisticTensorDictSequential(
+        TensorDictModule(net, ["at"], ["loc", "scale"]),
+        ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=Normal, return_log_prob=True),
+    )
+    found = []
+    for policy in (acts, lambda td: acts(td)):
+        torch.manual_seed(0)
+        options = {"frames_per_batch": NUM * STEPS, "total_frames": 3 * NUM * STEPS, "exploration_type": mode}
+        with Collector(Arm(device="cuda"), policy, **options) as collector:
+            found.append([batch.clone() for batch in collector])
+            assert collector.stats()["paths"]["policy"].startswith("native" if policy is acts else "plain")
+    for ours, theirs in zip(*found, strict=True):
+        for key in theirs.keys(True, True):
+            assert torch.equal(ours[key], theirs[key]), key
 
 
 class Dead(Arm):

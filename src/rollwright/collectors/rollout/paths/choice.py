@@ -492,10 +492,19 @@ def _actor_on_cpu(parts: PathParts, env: OwnTensors) -> tuple[Actor, Actor]:
 
 def _actor_elsewhere(parts: PathParts, env: OwnTensors) -> tuple[Actor, Actor]:
     """The same where a device other than the CPU computes: the policy is called, compiled and captured as a whole."""
-    call, fresh = accelerate(parts.acting.call, parts.options)
-    there, why = dict.fromkeys([*env.entries, *env.flags, *env.root_flags]), f"its entries are on {env.device}"
-    whole = _called_whole(parts, call, there, _nests(env), why, as_tensor, fresh=fresh, compiles=False)
-    return whole, TensorActor(EnvActions(parts.env))
+    random, options = TensorActor(EnvActions(parts.env)), parts.options
+    there, why = {*env.entries, *env.flags, *env.root_flags}, "torch compiles it as a whole"
+    if not (options.compile_policy or options.cudagraph_policy):
+        against: dict[str, str] = {}
+        taken_apart = _tried(
+            against, "policy", lambda: _flat_of(parts, parts.acting.call, there, tuple(env.batch), there, env.device)
+        )
+        if isinstance(taken_apart, TensorPolicy) and not taken_apart.kept:
+            return TensorActor(taken_apart), random
+        why = against.get("policy", "it keeps states of its own")
+    call, fresh = accelerate(parts.acting.call, options)
+    whole = _called_whole(parts, call, dict.fromkeys(there), _nests(env), why, as_tensor, fresh=fresh, compiles=False)
+    return whole, random
 
 
 def _nests(env: OwnTensors) -> dict[str, tuple[int, ...]]:
@@ -510,10 +519,16 @@ def _flat(parts: PathParts, arrays: ArrayEnv, policy: Any) -> ArrayPolicy:
 
 
 def _flat_of(
-    parts: PathParts, policy: Any, available: set[NestedKey], batch: tuple[int, ...], there: set[NestedKey]
+    parts: PathParts,
+    policy: Any,
+    available: set[NestedKey],
+    batch: tuple[int, ...],
+    there: set[NestedKey],
+    device: torch.device | None = None,
 ) -> ArrayPolicy:
     """The policy on arrays, where it writes the actions, and nothing that is ``there`` before."""
-    flat = array_policy(policy, exploration_type=parts.options.exploration_type, batch_shape=batch, available=available)
+    kind = parts.options.exploration_type
+    flat = array_policy(policy, exploration_type=kind, batch_shape=batch, available=available, device=device)
     written = {unravel(key) for key in flat.out_keys}
     missing = [key for key in parts.env.action_keys if key not in written]
     if missing:

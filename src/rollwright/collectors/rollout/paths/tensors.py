@@ -252,11 +252,14 @@ class TensorPath(Path):
         Raises:
             NotNative: it must, and random numbers are as before.
         """
-        numbers = torch.get_rng_state()
+        device = self._tensors.device
+        numbers = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         try:
             return self._outputs()
         except NotNative as reason:
-            torch.set_rng_state(numbers)
+            torch.set_rng_state(numbers[0])
+            if numbers[1] is not None:
+                torch.cuda.set_rng_state(numbers[1], device)
             raise UnfitOutputs(str(reason)) from reason
 
     def _outputs(self) -> Tensors:
@@ -448,24 +451,29 @@ class TensorPath(Path):
             return
         rows = memory[IDS].movedim(time, 0)
         if self._late:
-            ended = memory[("next", "done")].movedim(time, 0)[:stop].cpu().numpy()
-            rows[:stop].copy_(torch.from_numpy(self._late_ids(ended)))
+            self._take_ids(rows[:stop], memory[("next", "done")].movedim(time, 0)[:stop].cpu().numpy())
             return
         stops = [first for first, _ in self._changes[1:]] + [stop]
         for (first, ids), last in zip(self._changes, stops, strict=True):
             if max(first, begin) < min(last, stop):
                 rows[max(first, begin) : min(last, stop)].copy_(torch.from_numpy(ids))
 
-    def _late_ids(self, ended: NDArray[Any]) -> NDArray[Any]:
-        """Trajectory ids of the batch, ``[T, *env]``, from its flags; those of the next step are noted.
+    def _take_ids(self, rows: Tensor, ended: NDArray[Any]) -> None:
+        """Write the trajectory ids of the batch into ``rows``, by its flags; both are ``[T, *env]``.
 
         The k-th end of the batch, in the order of steps and then of environments, begins the trajectory with the k-th
-        of the ids that are taken here.
+        of the ids that are taken here. Those of the next step are noted.
         """
-        ended, before = ended.reshape(len(ended), self._number), self._ids.reshape(-1)
-        ends = ended.cumsum().reshape(ended.shape)
-        latest = np.maximum.accumulate(np.where(ended, ends, 0))  # number of the last end so far, 0: none
-        taken = np.concatenate([[-1], self._pool.take(int(ends[-1, -1]))])
-        ids = np.concatenate([before[np.newaxis], np.where(latest > 0, taken[latest], before)])
-        self._ids = ids[-1].reshape(tuple(self._batch)).copy()
-        return ids[:-1].reshape(len(ended), *self._batch)
+        ids = np.repeat(self._ids.reshape(-1, 1), len(ended) + 1, 1)
+        step, env = np.divmod(np.flatnonzero(ended), self._number)
+        if len(step):
+            marked = np.zeros(self._number, np.bool_)
+            marked[env] = True
+            where, row = np.flatnonzero(marked), marked.cumsum()[env] - 1
+            begun = np.zeros((len(where), len(ended) + 1), np.int64)  # the trajectory of a step, by the end before it
+            begun[row, step + 1] = np.arange(1, len(step) + 1)
+            np.maximum.accumulate(begun, 1, out=begun)
+            taken = np.append(-1, self._pool.take(len(step)))
+            ids[where] = np.where(begun > 0, taken[begun], ids[where])
+        self._ids = ids[:, -1].reshape(tuple(self._batch))
+        rows.copy_(torch.from_numpy(ids[:, :-1]).T.reshape(rows.shape))
