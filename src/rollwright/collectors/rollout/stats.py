@@ -107,28 +107,43 @@ class EpisodeStats:
             self._open_length = np.zeros(num_envs, dtype=np.int64)
         self._open_return[were_reset] = 0.0
         self._open_length[were_reset] = 0
-        # Segments of the flattened frames: one begins with each environment, and after each end.
-        ends = np.flatnonzero(ended)
-        starts = np.concatenate([np.arange(num_envs) * steps, ends[(ends + 1) % steps != 0] + 1])
-        starts.sort()
-        stops = np.concatenate([starts[1:], [num_envs * steps]])
-        lengths = stops - starts
-        returns = np.add.reduceat(rewards.reshape(-1), starts, dtype=np.float64)
-        env, first = starts // steps, starts % steps == 0
-        returns[first] += self._open_return
-        lengths[first] += self._open_length
-        last = stops - 1
-        closed = ended.reshape(-1)[last]
-        order = np.argsort(last[closed] % steps, kind="stable")[-(self._returns.maxlen or 0) :]
-        self._returns.extend(returns[closed][order].tolist())
-        self._lengths.extend(lengths[closed][order].tolist())
-        elapsed, taken = time.monotonic() - self._begun_at, last[closed][order] % steps + 1
+        at = np.flatnonzero(ended)
+        opened, so_far = self._open_return, self._open_length
+        if len(at):
+            env, t = np.divmod(at, steps)
+            last = np.append(env[1:] != env[:-1], True)  # of its environment
+            rows = env[last]  # in which something has ended: often few of many
+            first = np.append(True, last[:-1])
+            # Of each end, where its episode begins among the frames of these rows, and the first frame after it.
+            span = np.empty((len(at), 2), np.int64)
+            begun = (first.cumsum() - 1) * steps
+            span[:, 1] = begun + t + 1
+            span[1:, 0] = span[:-1, 1]
+            span[first, 0] = begun[first]
+            frames = np.append(rewards[rows].astype(np.float64), 0.0)
+            sums = np.add.reduceat(frames, span.reshape(-1)).reshape(span.shape)
+            returns, lengths = sums[:, 0], span[:, 1] - span[:, 0]
+            returns[first] += opened[rows]
+            lengths[first] += so_far[rows]
+            self._note(returns, lengths, t + 1, steps)
+            rest = steps - 1 - t[last]
+            tail = np.where(rest, sums[last, 1], 0.0)
+        if not len(at) or len(rows) < num_envs:
+            opened += np.add.reduceat(rewards.reshape(-1), np.arange(num_envs) * steps, dtype=np.float64)
+            so_far += steps
+        if len(at):
+            opened[rows], so_far[rows] = tail, rest
+
+    def _note(self, returns: Any, lengths: Any, taken: Any, steps: int) -> None:
+        """Episodes that ended in a batch of ``steps`` steps, each after so many of them."""
+        self.episodes += len(taken)
+        order = np.argsort(taken, kind="stable")[-(self._returns.maxlen or 0) :]
+        taken = taken[order]
+        self._returns.extend(returns[order].tolist())
+        self._lengths.extend(lengths[order].tolist())
+        elapsed = time.monotonic() - self._begun_at
         self._ended_at.extend((self._begun_at + elapsed * taken / steps).tolist())
         self._ended_in.extend((self._num_steps + taken).tolist())
-        self.episodes += len(ends)
-        self._open_return[:] = self._open_length[:] = 0
-        self._open_return[env[~closed]] = returns[~closed]
-        self._open_length[env[~closed]] = lengths[~closed]
 
     def add(self, ended: Sequence[tuple[float, int]]) -> None:
         """Count episodes whose returns and lengths are known, in the order in which they ended."""

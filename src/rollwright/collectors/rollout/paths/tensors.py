@@ -451,29 +451,29 @@ class TensorPath(Path):
             return
         rows = memory[IDS].movedim(time, 0)
         if self._late:
-            self._take_ids(rows[:stop], memory[("next", "done")].movedim(time, 0)[:stop].cpu().numpy())
+            self._take_ids(rows[:stop], memory[("next", "done")].movedim(time, 0)[:stop])
             return
         stops = [first for first, _ in self._changes[1:]] + [stop]
         for (first, ids), last in zip(self._changes, stops, strict=True):
             if max(first, begin) < min(last, stop):
                 rows[max(first, begin) : min(last, stop)].copy_(torch.from_numpy(ids))
 
-    def _take_ids(self, rows: Tensor, ended: NDArray[Any]) -> None:
+    def _take_ids(self, rows: Tensor, ended: Tensor) -> None:
         """Write the trajectory ids of the batch into ``rows``, by its flags; both are ``[T, *env]``.
 
         The k-th end of the batch, in the order of steps and then of environments, begins the trajectory with the k-th
         of the ids that are taken here. Those of the next step are noted.
         """
-        ids = np.repeat(self._ids.reshape(-1, 1), len(ended) + 1, 1)
-        step, env = np.divmod(np.flatnonzero(ended), self._number)
-        if len(step):
-            marked = np.zeros(self._number, np.bool_)
-            marked[env] = True
-            where, row = np.flatnonzero(marked), marked.cumsum()[env] - 1
-            begun = np.zeros((len(where), len(ended) + 1), np.int64)  # the trajectory of a step, by the end before it
-            begun[row, step + 1] = np.arange(1, len(step) + 1)
-            np.maximum.accumulate(begun, 1, out=begun)
-            taken = np.append(-1, self._pool.take(len(step)))
-            ids[where] = np.where(begun > 0, taken[begun], ids[where])
-        self._ids = ids[:, -1].reshape(tuple(self._batch))
-        rows.copy_(torch.from_numpy(ids[:, :-1]).T.reshape(rows.shape))
+        flat, ended = rows.view(len(rows), self._number), ended.view(len(rows), self._number)
+        flat.copy_(torch.from_numpy(self._ids.reshape(-1)))
+        where = ended.any(0).nonzero().squeeze(1)  # in which something has ended: often few of many
+        if not len(where):
+            return
+        marks = ended[:, where]
+        ends = marks.flatten().cumsum(0)
+        latest = torch.where(marks, ends.view(marks.shape), 0).cummax(0).values  # number of the last end; 0: none
+        taken = torch.from_numpy(np.append(-1, self._pool.take(int(ends[-1])))).to(rows.device)
+        following = torch.where(latest > 0, taken[latest], flat[0, where])
+        flat[1:, where] = following[:-1]
+        self._ids = self._ids.copy()
+        self._ids.reshape(-1)[where.cpu().numpy()] = following[-1].cpu().numpy()
