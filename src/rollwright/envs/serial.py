@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._processes.channel import ByValue
-from rollwright.envs._checks import complete_reset, complete_step
 from rollwright.envs.arrays import STEPPED, ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.ignored import IgnoredOptions, check_ignored
@@ -19,9 +18,10 @@ from rollwright.envs.batched.views import IndexedEnvs
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.each import own_kwargs
 from rollwright.envs.factories import Factories, Factory, FactoryKwargs, call_each, check_apart, factories, made, placed
+from rollwright.envs.on_arrays.steps import StepsOnArrays
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationWarning, check_failure
-from rollwright.envs.serial_arrays import SerialArrays, SerialSteps
+from rollwright.envs.serial_arrays import SerialArrays
 from rollwright.errors import RollwrightError
 
 __all__ = ["SerialEnv"]
@@ -123,7 +123,7 @@ class SerialEnv(IndexedEnvs):
         for i, env in enumerate(envs):
             self.add_module(f"worker{i}", env)
         self._last: Sequence[TensorDictBase] | TensorDictBase | None = None  # outcomes of the step before
-        self._steps_on_arrays: SerialSteps | None = None  # not known yet
+        self._steps_on_arrays = StepsOnArrays(self)
         self._envs = envs  # from here on, attributes are looked up in them, which may have a "worker0" too
 
     def known_parts(self) -> list[EnvBase]:
@@ -141,11 +141,17 @@ class SerialEnv(IndexedEnvs):
 
     # Stepping ---------------------------------------------------------------------------------
 
+    def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """See :meth:`EnvBase.step_outcome`: on arrays, where all environments have that form."""
+        one_by_one = self._recreates or self.ndim > 1 or tensordict.get(STEPPED, None) is not None
+        stepped = None if one_by_one else self._steps_on_arrays(tensordict)
+        if stepped is None:
+            return super().step_outcome(tensordict)
+        self._last = stepped.copy()  # transforms write into the other
+        return stepped
+
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         marks = tensordict.get(STEPPED, None)
-        if marks is None and (stepped := self._stepped_on_arrays(tensordict)) is not None:
-            self._last = stepped.copy()  # transforms write into the other
-            return stepped
         every = marks is None or self._last is None
         return self.step_rows(tensordict, [every or bool(marks[i].any()) for i in range(self.num_workers)])
 
@@ -163,14 +169,6 @@ class SerialEnv(IndexedEnvs):
             self._last = known
         return self._stack(known)
 
-    def _stepped_on_arrays(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """The step where all environments have an array form: without a TensorDict for each of them."""
-        if self._recreates:
-            return None
-        if self._steps_on_arrays is None:
-            self._steps_on_arrays = SerialSteps(self)
-        return self._steps_on_arrays(tensordict)
-
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self.seed_for_reset(kwargs)
         return self.reset_rows(tensordict, [True] * self.num_workers, **kwargs)
@@ -186,23 +184,6 @@ class SerialEnv(IndexedEnvs):
                 fresh.append(env.reset_outcome(given, **own_kwargs(kwargs, i)) if resets else None)
         return self._stack(self._filled(fresh, self._envs))
 
-    def joined_step(self, rows: Sequence[TensorDictBase]) -> TensorDictBase:
-        """What :meth:`step_outcome` returns, where ``rows`` are what each environment's has returned."""
-        with self._named_errors("step"):
-            outcome = self._stack(rows)
-        return complete_step(self, outcome.empty(), outcome)
-
-    def joined_reset(self, rows: Sequence[TensorDictBase], *, whole: bool) -> TensorDictBase:
-        """What :meth:`reset_outcome` returns, where ``rows`` are what each environment's has returned.
-
-        Args:
-            rows: of all environments; those that were not reset hold anything.
-            whole: whether nothing was given to the reset.
-        """
-        with self._named_errors("reset"):
-            fresh = self._stack(rows)
-        return complete_reset(self, None if whole else fresh.empty(), fresh)
-
     @contextmanager
     def _naming(self, worker: int) -> Iterator[None]:
         """Errors name the environment that raised them."""
@@ -213,9 +194,6 @@ class SerialEnv(IndexedEnvs):
 
     def _array_form(self) -> ArrayEnv:
         return SerialArrays(self, SerialEnv)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_steps_on_arrays": None}  # of these environments; copies have their own
 
     # The environments together ------------------------------------------------------------------
 

@@ -1,17 +1,15 @@
-"""The array form of SerialEnv: environments on arrays, stepped in turn; and its steps on TensorDicts, taken there."""
+"""The array form of SerialEnv: environments on arrays, stepped in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
-from torch import Tensor
+from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey, place
-from rollwright.data.unchecked import unchecked_td
+from rollwright._keys import NestedKey
 from rollwright.envs.arrays import (
     FLAGS,
     STEPPED,
@@ -25,45 +23,37 @@ from rollwright.envs.arrays import (
     check_open,
     refuse_overrides,
 )
-from rollwright.envs.each import own_kwargs, renamed
+from rollwright.envs.each import own_kwargs
 from rollwright.envs.on_arrays.tensordicts import as_tensordict
-from rollwright.errors import EnvError, NotNative, RollwrightError
+from rollwright.errors import EnvError, NotNative
 
 if TYPE_CHECKING:
     from rollwright.envs.serial import SerialEnv
 
-__all__ = ["SerialArrays", "SerialSteps", "TurnArrays"]
 
-
-class TurnArrays(ArrayEnv):
-    """Environments on arrays that are stepped in turn, one a row.
-
-    Args:
-        parts: the environments.
-        name: of the batch, for errors.
-
-    Attributes:
-        outcome: what a step returns, flags included.
+class SerialArrays(ArrayEnv):
+    """The array form of a :class:`SerialEnv`: environments on arrays that are stepped in turn, one a row.
 
     Raises:
-        NotNative: they differ.
+        NotNative: one of its environments has no array form, or they differ.
     """
 
-    def __init__(self, parts: Sequence[ArrayEnv], name: str) -> None:
-        self._parts, self._name = list(parts), name
+    def __init__(self, env: SerialEnv, known: type[SerialEnv]) -> None:
+        refuse_overrides(env, known)
+        self._env, self._openings = env, env.openings
+        self._parts = [array_form(part, unfit=True) for part in env.known_parts()]
         first = self._parts[0]
-        for part in self._parts:
-            if _facts(part) != _facts(first):
-                raise NotNative("its environments differ in their entries")
+        if any(_facts(part) != _facts(first) for part in self._parts):
+            raise NotNative("its environments differ in their entries")
         self.batch = (len(self._parts), *first.batch)
         self.entries, self.rewards = self._widened(first.entries), self._widened(first.rewards)
         self.reads, self.nests, self.flags = first.reads, first.nests, self._widened(first.flags)
         self.root_flags, self.done_follows, self.may_be_unfit = first.root_flags, first.done_follows, first.may_be_unfit
-        self._in_turn = first.in_turn(self._parts, self._named_error)
+        check_flags(env, self.flags, lacks_truncated=len(self.root_flags) < len(FLAGS))
+        self._in_turn = first.in_turn(self._parts, env.named_error)
         self._last: Values = {}  # outcomes of the step before
         self.on_tensordicts, self.held_back = first.on_tensordicts, first.held_back
-        flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
-        self.outcome = {**self.carried, **self.rewards, **dict.fromkeys(cast("tuple[NestedKey, ...]", FLAGS), flag)}
+        self._outcome = {**self.carried, **self.rewards, **_flags(FLAGS, self.batch)}
 
     def _widened(self, entries: Mapping[NestedKey, Entry]) -> dict[NestedKey, Entry]:
         workers = self.batch[0]
@@ -71,11 +61,15 @@ class TurnArrays(ArrayEnv):
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
+        if self._env.openings != self._openings:
+            raise NotNative("its environments were closed, and others were made")
         for part in self._parts:
             part.check()
 
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
+        if self._env.is_closed:
+            check_open(self._env, "step")
         marks, last = root.get(STEPPED), self._last
         taken: Sequence[Callable[[], Values]] | None = None
         if self._in_turn is not None and marks is None:
@@ -84,7 +78,7 @@ class TurnArrays(ArrayEnv):
                 self._last = dict(stepped)
                 return stepped
             taken = stepped
-        out: Values = _blank(self.outcome)
+        out: Values = _blank(self._outcome)
         unfit: dict[int, UnfitOutcome] = {}
         if self.may_be_unfit:  # which may change what the policy has written
             out.update({key: value.copy() for key, value in preset.items() if key not in out})
@@ -105,12 +99,13 @@ class TurnArrays(ArrayEnv):
                 unfit[i] = found
                 continue
             except EnvError as error:
-                raise self._named_error(i, error) from error
+                raise self._env.named_error(i, error) from error
             for key, value in outcome.items():
                 if key in out:
                     out[key][i] = value
         if unfit:
-            raise self._unfit(out, range(len(self._parts)), unfit)
+            rows = self._rows_of(out, range(len(self._parts)), unfit)
+            raise UnfitOutcome(_reason(unfit), self._env.joined("step", rows))
         self._last = dict(out)
         return out
 
@@ -124,8 +119,10 @@ class TurnArrays(ArrayEnv):
         for part in self._parts:
             part.see_roots(of_one)
 
-    def _unfit(self, values: Values, places: Sequence[int], unfit: Mapping[int, UnfitOutcome]) -> UnfitOutcome:
-        """An outcome of which some rows do not fit arrays, as a lazy stack.
+    def _rows_of(
+        self, values: Values, places: Sequence[int], unfit: Mapping[int, UnfitOutcome]
+    ) -> list[TensorDictBase]:
+        """An outcome of which some rows do not fit arrays.
 
         Args:
             values: of the rows that fit.
@@ -133,17 +130,14 @@ class TurnArrays(ArrayEnv):
             unfit: what the rows at some places are.
         """
         part = self._parts[0]
-        flags: dict[NestedKey, Entry] = dict.fromkeys(
-            part.root_flags, Entry((*part.batch, 1), np.dtype(np.bool_), True)
-        )
+        flags = _flags(part.root_flags, part.batch)
         values = {key: value for key, value in values.items() if key not in FLAGS or key in flags}
         forms = {**part.carried, **part.rewards, **flags}
         rows: dict[int, TensorDictBase] = {i: found.outcome for i, found in unfit.items()}
         for i in set(places) - rows.keys():
             mine = {key: np.array(value[i, ...]) for key, value in values.items()}
             rows[i] = as_tensordict(mine, forms, torch.Size(part.batch), None)
-        whole = [rows[i] if i in rows else rows[places[0]].clone() for i in range(len(self._parts))]
-        return UnfitOutcome(str(next(iter(unfit.values()))), LazyStackedTensorDict.lazy_stack(whole, 0))
+        return [rows[i] if i in rows else rows[places[0]].clone() for i in range(len(self._parts))]
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
@@ -154,6 +148,8 @@ class TurnArrays(ArrayEnv):
         return self._reset(rows, root, kwargs)
 
     def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:
+        check_open(self._env, "reset")
+        self._env.seed_for_reset(kwargs)
         out, blank = _blank(self.carried), rows is not None
         unfit: dict[int, UnfitOutcome] = {}
         places = range(len(self._parts)) if rows is None else _marked(rows)
@@ -169,119 +165,23 @@ class TurnArrays(ArrayEnv):
                 unfit[i] = found
                 continue
             except EnvError as error:
-                raise self._named_error(i, error) from error
+                raise self._env.named_error(i, error) from error
             for key, memory in out.items():
                 memory[slice(None) if blank else i] = fresh[key]  # the others are not read, and hold nothing by chance
             blank = False
         if unfit:
-            raise self._unfit({**out, **_no_flags(self.batch)}, places, unfit)
+            off: Any = np.zeros(self.batch, np.bool_)
+            fresh = self._rows_of({**out, **dict.fromkeys(FLAGS, off)}, places, unfit)
+            raise UnfitOutcome(_reason(unfit), self._env.joined("reset", fresh, whole=root is None))
         return out
 
-    def _named_error(self, i: int, error: RollwrightError) -> RollwrightError:
-        return renamed(f"{self._name}[{i}]", error)
+
+def _reason(unfit: Mapping[int, UnfitOutcome]) -> str:
+    return str(next(iter(unfit.values())))
 
 
-class SerialArrays(TurnArrays):
-    """The array form of a :class:`SerialEnv`.
-
-    Raises:
-        NotNative: one of its environments has no array form, or they differ.
-    """
-
-    def __init__(self, env: SerialEnv, known: type[SerialEnv]) -> None:
-        refuse_overrides(env, known)
-        self._env, self._openings = env, env.openings
-        parts = [array_form(getattr(env, f"worker{i}"), unfit=True) for i in range(env.num_workers)]
-        super().__init__(parts, type(env).__name__)
-        check_flags(env, self.flags, lacks_truncated=len(self.root_flags) < len(FLAGS))
-
-    def check(self) -> None:
-        """See :meth:`ArrayEnv.check`."""
-        if self._env.openings != self._openings:
-            raise NotNative("its environments were closed, and others were made")
-        super().check()
-
-    def step(self, root: Values, preset: Values) -> Values:
-        """See :meth:`ArrayEnv.step`."""
-        if self._env.is_closed:
-            check_open(self._env, "step")
-        try:
-            return super().step(root, preset)
-        except UnfitOutcome as found:
-            raise UnfitOutcome(str(found), self._env.joined_step(found.outcome.unbind(0))) from None
-
-    def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:
-        check_open(self._env, "reset")
-        self._env.seed_for_reset(kwargs)
-        try:
-            return super()._reset(rows, root, kwargs)
-        except UnfitOutcome as found:
-            joined = self._env.joined_reset(found.outcome.unbind(0), whole=root is None)
-            raise UnfitOutcome(str(found), joined) from None
-
-
-class SerialSteps:
-    """Steps of a :class:`SerialEnv` on TensorDicts, taken on arrays.
-
-    Args:
-        env: the environment.
-    """
-
-    def __init__(self, env: SerialEnv) -> None:
-        self._env = env
-        self._arrays: TurnArrays | None = None
-        self._may_be_native = True
-
-    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """Step all environments; None: it cannot be done so, and nothing was stepped."""
-        env = self._env
-        if not self._may_be_native or type(tensordict) is not TensorDict or tensordict.get("next", None) is not None:
-            return None
-        arrays = self._form()
-        if arrays is None:
-            return None
-        root: Values = {}
-        for key in arrays.reads:
-            value = tensordict.get(key, None)
-            if type(value) is not Tensor or value.dtype is torch.bfloat16 or value.device.type != "cpu":
-                return None
-            entry, array = arrays.entries.get(key), value.detach().numpy()
-            root[key] = array[..., 0] if entry is not None and entry.column else array
-        nested: dict[str, Any] = {}
-        out = arrays.step(root, {})
-        for key, (shape, dtype, _) in arrays.outcome.items():
-            place(nested, key, torch.from_numpy(np.asarray(out[key], dtype).reshape(shape)))
-        for name, size in arrays.nests.items():
-            nested[name] = unchecked_td(nested[name], torch.Size([*arrays.batch, *size]), device=env.device)
-        return unchecked_td(nested, env.batch_size, device=env.device)
-
-    def _form(self) -> TurnArrays | None:
-        """The array form as it is now."""
-        try:
-            if self._arrays is not None:
-                self._arrays.check()
-                return self._arrays
-        except NotNative:
-            self._arrays = None
-        try:
-            self._arrays = self._made()
-        except NotNative:  # and the same at each step, until its environments are others
-            self._may_be_native = False
-        return self._arrays
-
-    def _made(self) -> TurnArrays:
-        if self._env.device is not None and self._env.device.type != "cpu":
-            raise NotNative("its data is not on the CPU")
-        if self._env.ndim != 1:
-            raise NotNative("a batch in it has a memory of its own of what was stepped")
-        made = array_form(self._env)
-        if not isinstance(made, TurnArrays):
-            raise NotNative("its array form is another one")
-        return made
-
-
-def _no_flags(batch: tuple[int, ...]) -> Values:
-    return {flag: np.zeros(batch, np.bool_) for flag in FLAGS}
+def _flags(names: Sequence[str], batch: tuple[int, ...]) -> dict[NestedKey, Entry]:
+    return {name: Entry((*batch, 1), np.dtype(np.bool_), True) for name in names}
 
 
 def _facts(form: ArrayEnv) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from rollwright._keys import NestedKey
 from rollwright._seeding import seed_torch
 from rollwright.data.specs import Composite, StackedComposite
 from rollwright.data.specs.discrete import choices
+from rollwright.envs._checks import complete_reset, complete_step
 from rollwright.envs.base import EnvBase
 from rollwright.envs.each import EACH, renamed
 from rollwright.envs.factories import (
@@ -181,6 +182,24 @@ class BatchedEnv(EnvBase):
         if self._ragged:
             return cast(TensorDictBase, LazyStackedTensorDict.lazy_stack(rows, 0))
         return cast(TensorDictBase, torch.stack(rows, 0))  # type: ignore[arg-type]
+
+    def completed(self, call: str, join: Callable[[], TensorDictBase], *, whole: bool = False) -> TensorDictBase:
+        """What ``step_outcome`` or ``reset_outcome`` returns, by ``call``, where ``join`` returns what came of it.
+
+        Args:
+            call: ``"step"`` or ``"reset"``.
+            join: makes one TensorDict of what the environments returned.
+            whole: whether nothing was given to the reset.
+        """
+        with self._named_errors(call):
+            outcome = join()
+        if call == "step":
+            return complete_step(self, outcome.empty(), outcome)
+        return complete_reset(self, None if whole else outcome.empty(), outcome)
+
+    def joined(self, call: str, rows: Sequence[TensorDictBase], *, whole: bool = False) -> TensorDictBase:
+        """:meth:`completed` of one TensorDict for each environment."""
+        return self.completed(call, lambda: self._stack(rows), whole=whole)
 
     def named_error(self, worker: int, error: RollwrightError) -> RollwrightError:
         """What the environment of a worker raised, with the worker's place in front."""

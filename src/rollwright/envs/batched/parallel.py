@@ -12,7 +12,6 @@ from tensordict import TensorDictBase
 from rollwright._processes.channel import ByValue
 from rollwright._processes.start.methods import check_start_method
 from rollwright.data.specs import NonTensor
-from rollwright.envs._checks import complete_reset, complete_step
 from rollwright.envs.arrays import STEPPED, ArrayEnv
 from rollwright.envs.base import EnvBase, register_extension
 from rollwright.envs.batched.hosting import calls
@@ -212,15 +211,11 @@ class ParallelEnv(RemoteEnvs):
         self, root: TensorDictBase, marks: Sequence[bool] | None, rest: dict[int, TensorDictBase], missed: Missed
     ) -> TensorDictBase:
         """What :meth:`step_outcome` returns of a step that was taken on arrays, where rows hold something else."""
-        with self._named_errors("step"):
-            outcome = self._joined(root, marks, rest, missed)
-        return complete_step(self, outcome.empty(), outcome)
+        return self.completed("step", lambda: self._joined(root, marks, rest, missed))
 
     def joined_reset(self, marked: Sequence[int], rest: dict[int, TensorDictBase], *, whole: bool) -> TensorDictBase:
         """What :meth:`reset_outcome` returns of such a reset; ``whole``: nothing was given to it."""
-        with self._named_errors("reset"):
-            fresh = self._joined_reset(marked, rest)
-        return complete_reset(self, None if whole else fresh.empty(), fresh)
+        return self.completed("reset", lambda: self._joined_reset(marked, rest), whole=whole)
 
     def _repeat(self, out: TensorDictBase, root: TensorDictBase, row: int) -> None:
         """Let a row of an outcome, which is none, mean that nothing has changed."""
