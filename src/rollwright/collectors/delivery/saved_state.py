@@ -165,17 +165,13 @@ class SavedState:
     def _engine_unchanged_if_it_raises(self, state: Mapping[str, Any], *, always: bool = False) -> Iterator[None]:
         acting = self._rollout.acting
         engine = acting.engine if "engine_state_dict" in state else None
-        if engine is None:
+        with ExitStack() as undo:
+            if engine is not None:
+                before = {name: value.clone() for name, value in acting.engine_state().items()}
+                undo.callback(engine.update_weights, before, engine.version)
             yield
-            return
-        before, version = {name: value.clone() for name, value in acting.engine_state().items()}, engine.version
-        failed = True
-        try:
-            yield
-            failed = always
-        finally:
-            if failed:
-                engine.update_weights(before, version)
+            if not always:
+                undo.pop_all()
 
     def _load_engine(self, state: Mapping[str, Any]) -> None:
         if "engine_state_dict" in state:

@@ -39,14 +39,17 @@ from rollwright.data.replay_buffers._arguments import (
     stacked,
     with_info,
 )
-from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers._prefetch import Prefetcher, Ticket
-from rollwright.data.replay_buffers.conditional import ConditionalUpdateResult, still_there, update_if_present
-from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
+from rollwright.data.replay_buffers.conditional import (
+    ConditionalUpdateResult,
+    set_entries,
+    still_there,
+    update_if_present,
+)
+from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler, draw_and_read, mark_rest
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import pieces, positive
-from rollwright.data.replay_buffers.storages.entries import set_entries
 from rollwright.data.replay_buffers.storages.lists import ListStorage
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ from rollwright.errors import DamagedFileError
 
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.buffer import ReplayBuffer
+    from rollwright.data.replay_buffers.samplers.base import Sampler
+    from rollwright.data.replay_buffers.writers import Writer
 
 
 def state_of(buffer: ReplayBuffer, *, with_elements: bool) -> dict[str, Any]:
@@ -53,19 +55,22 @@ def restore(buffers: Sequence[ReplayBuffer], states: Sequence[Any]) -> None:
         _check(buffer, state)
     for buffer in buffers:
         buffer.drop_prefetched()
-    with ExitStack() as drawing, ExitStack() as unchanged:
+    with ExitStack() as drawing, ExitStack() as undo:
         for buffer, state in pairs:
             drawing.enter_context(buffer.drawing)
-            unchanged.enter_context(_unchanged_if_it_raises(buffer))
-            buffer.sampler.load_state_dict(state["sampler"])
-            buffer.writer.load_state_dict(state["writer"])
+            for name in ("sampler", "writer"):
+                part: Sampler | Writer = getattr(buffer, name)
+                undo.callback(part.load_state_dict, part.state_dict())
+                part.load_state_dict(state[name])
             if state["generator"] is not None and buffer.generator is not None:
+                undo.callback(buffer.generator.set_state, buffer.generator.get_state())
                 buffer.generator.set_state(state["generator"])
         stored = [(buffer.storage, state["storage"]) for buffer, state in pairs if state["storage"] is not None]
         for storage, elements in stored:
             storage.make_room(elements)
         for storage, elements in stored:  # last: what is stored is too much for a copy to go back to
             storage.load_state_dict(elements)
+        undo.pop_all()
     for buffer, state in pairs:
         if buffer.limiter is not None:
             buffer.limiter.load_state_dict(state.get("limiter"))
@@ -92,22 +97,6 @@ def _check(buffer: ReplayBuffer, state: Any) -> None:
     buffer.sampler.check_state(state["sampler"])
     if buffer.limiter is not None:
         buffer.limiter.check_state(state.get("limiter"))
-
-
-@contextmanager
-def _unchanged_if_it_raises(buffer: ReplayBuffer) -> Iterator[None]:
-    """Give sampler, writer and generator back the states that they had, where the ``with`` block raises."""
-    parts = [(part, part.state_dict()) for part in (buffer.sampler, buffer.writer)]
-    generator = buffer.generator
-    drawn = None if generator is None else generator.get_state()
-    try:
-        yield
-    except BaseException:
-        for part, before in parts:
-            part.load_state_dict(before)
-        if generator is not None and drawn is not None:
-            generator.set_state(drawn)
-        raise
 
 
 def _check_dim(buffer: ReplayBuffer, stored: Mapping[str, Any] | None) -> None:

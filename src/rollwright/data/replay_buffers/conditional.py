@@ -1,7 +1,8 @@
-"""Changes of elements that were drawn, unless they were overwritten since."""
+"""Changes of entries of elements that are stored: by place, or unless they were overwritten since they were drawn."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,10 +11,9 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey, checked_key, key_str
+from rollwright._keys import NestedKey, as_tuple, checked_key, key_str, leaves, unravel
 from rollwright._tensors import as_tensor
 from rollwright.data.replay_buffers.storages.base import Storage
-from rollwright.data.replay_buffers.storages.entries import flat_entries
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 
 Index = NDArray[np.int64]
@@ -81,34 +81,30 @@ def update_if_present(
         )
     if (version_key is None) != (version is None):
         raise ValueError("version_key, version: expected both or neither, got one. Pass the version of the patch.")
-    given = flat_entries(patch).items()
-    values = {key: _ordered(storage, as_tensor(value), flat) for key, value in given}
+    values = _known("patch", storage, patch)
     if version_key is not None:
         version_key = checked_key("version_key", version_key)
         if version_key in values:
             raise ValueError(f"patch: expected it without version_key {version_key!r}, which is written with it.")
-        values[version_key] = _versions(storage, version_key, version, flat)
-    if not values:
+    elif not values:
         raise ValueError("patch: expected at least one entry to change, got none.")
-    storage.check_entries(values, len(flat))
+    values = {key: storage.in_index_order(as_tensor(value), flat, storage.dim_extend) for key, value in values.items()}
+    entries = _fitting("patch", storage, values, flat.shape)
+    if version_key is not None:
+        entries[version_key] = _versions(storage, version_key, version, flat)
     with storage.ledger.changing_in_place():
         present = still_there(storage, flat, generation)
         chosen, rejected = np.flatnonzero(present), None
         if version_key is not None:
-            newest = _newest(storage, flat, chosen, version_key, values[version_key], require_newer)
+            newest = _newest(storage, flat, chosen, version_key, entries[version_key], require_newer)
             rejected = present.copy()
             rejected[newest] = False
             chosen = newest
         places = torch.from_numpy(chosen)
-        storage.write_entries(flat[chosen], {key: value[places] for key, value in values.items()})
+        storage.write_entries(flat[chosen], {key: value[places] for key, value in entries.items()})
     updated = torch.zeros(len(flat), dtype=torch.bool, device="cpu")
     updated[places] = True
     return ConditionalUpdateResult(updated, None if rejected is None else torch.from_numpy(rejected))
-
-
-def _ordered(storage: RowStorage, value: torch.Tensor, flat: Index) -> torch.Tensor:
-    found: torch.Tensor = storage.in_index_order(value, flat, storage.dim_extend)
-    return found
 
 
 def _versions(storage: RowStorage, key: NestedKey, version: Any, flat: Index) -> torch.Tensor:
@@ -116,7 +112,8 @@ def _versions(storage: RowStorage, key: NestedKey, version: Any, flat: Index) ->
     if key not in storage.fields:
         raise KeyError(f"version_key: there is no entry {key!r}; the storage has {key_str(storage.keys())}.")
     shape, dtype = storage.fields[key]
-    value, n = _ordered(storage, as_tensor(version, dtype=dtype), flat), len(flat)
+    value: torch.Tensor = storage.in_index_order(as_tensor(version, dtype=dtype), flat, storage.dim_extend)
+    n = len(flat)
     if torch.Size(shape).numel() != 1 or value.numel() not in (1, n):
         raise ValueError(
             f"version: expected one number, or one for each of the {n} elements, for an entry of one number each, got "
@@ -137,3 +134,86 @@ def _newest(
     last = np.append(flat[candidates][order][1:] != flat[candidates][order][:-1], True)[: len(order)]
     chosen: Index = np.sort(candidates[order[last]])
     return chosen
+
+
+def flat_entries(data: Mapping[NestedKey, Any] | TensorDictBase) -> dict[NestedKey, Any]:
+    """The entries of a TensorDict, or of a dictionary whose values may be such, by their whole names.
+
+    >>> flat_entries({"a": 1, "next": {"b": 2}, ("next", "c"): 3})
+    {'a': 1, ('next', 'b'): 2, ('next', 'c'): 3}
+    """
+    if isinstance(data, TensorDictBase):
+        return leaves(data)
+    found: dict[NestedKey, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping | TensorDictBase):
+            found |= {unravel((*as_tuple(key), *as_tuple(name))): leaf for name, leaf in flat_entries(value).items()}
+        else:
+            found[unravel(key)] = value
+    return found
+
+
+def set_entries(
+    storage: Storage, data: Mapping[NestedKey, Any] | TensorDictBase, index: Any = None, dim: int | None = None
+) -> None:
+    """Change entries of elements; all come to light at once.
+
+    Args:
+        storage: of rows of tensors.
+        data: new values of some entries, ``[*index, *entry]`` or what broadcasts to that; dictionaries may be nested.
+        index: as ``sample`` and ``extend`` give it, or a slice of places; None: of all that is stored.
+        dim: of the batch of all that is stored, the dimension that grows; None: that of the storage.
+
+    Raises:
+        TypeError: the storage has no rows of tensors.
+        KeyError, ValueError: entries do not fit what is stored.
+        IndexError: there is no such element.
+    """
+    if not isinstance(storage, RowStorage):
+        raise TypeError(
+            f"storage: {type(storage).__name__} has no entries that can be changed alone. Use a LazyTensorStorage or a "
+            "LazyMemmapStorage, or replace elements: buffer[index] = data."
+        )
+    values = _known("data", storage, data)
+    with storage.ledger.changing_in_place():
+        if index is None or isinstance(index, slice):
+            chosen = storage.elements_at(slice(None) if index is None else index, dim)
+        else:
+            chosen = storage.flat(index)
+            if not (storage.generations(chosen) >= 0).all():
+                raise IndexError(f"index: expected places of elements that are stored, got {index!r}.")
+            dim = storage.dim_extend if dim is None else dim
+            values = {key: storage.in_index_order(value, chosen, dim) for key, value in values.items()}
+            if storage.ndim == 1:
+                chosen = chosen.reshape(index.shape if isinstance(index, torch.Tensor) else np.shape(index))
+        entries = _fitting("data", storage, values, chosen.shape)
+        storage.write_entries(chosen.reshape(-1), entries)
+
+
+def _known(name: str, storage: RowStorage, data: Mapping[NestedKey, Any] | TensorDictBase) -> dict[NestedKey, Any]:
+    """Values by entry, all of which are stored."""
+    values = flat_entries(data)
+    unknown = [key for key in values if key not in storage.fields]
+    if unknown:
+        raise KeyError(f"{name}: expected entries among {key_str(storage.keys())}, got {key_str(unknown)}.")
+    return values
+
+
+def _fitting(
+    name: str, storage: RowStorage, values: Mapping[NestedKey, Any], shape: tuple[int, ...]
+) -> dict[NestedKey, torch.Tensor]:
+    """Values of entries, ``[n, *entry]``, of their dtypes."""
+    found = {}
+    for key, value in values.items():
+        feature, dtype = storage.fields[key]
+        tensor = value if isinstance(value, torch.Tensor) else as_tensor(value, dtype=dtype)
+        try:
+            if tensor.dtype != dtype:
+                raise RuntimeError
+            found[key] = tensor.broadcast_to((*shape, *feature)).reshape(math.prod(shape), *feature)
+        except RuntimeError:
+            raise ValueError(
+                f"{name}: expected {key!r} of shape {[*shape, *feature]} and {dtype}, got {list(tensor.shape)} and "
+                f"{tensor.dtype}. Convert it."
+            ) from None
+    return found

@@ -23,9 +23,8 @@ from rollwright.data.replay_buffers._arguments import (
     parts_of,
     stacked,
 )
-from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
-from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
+from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
 from rollwright.data.replay_buffers.storages.batches import positive
 
 _LIMITER_FILE, _MEMBERS_FILE = "limiter.pt", "members.pt"

@@ -6,14 +6,31 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rollwright._interrupts import uninterrupted
-from rollwright.data.replay_buffers._counts import Counts
 from rollwright.data.replay_buffers._progress import ProgressCondition
 from rollwright.data.replay_buffers.storages.batches import positive
 
 T = TypeVar("T")
+
+
+class Counts(NamedTuple):
+    """Counters of a buffer that its limiter reads.
+
+    Attributes:
+        write_count: elements written so far, by whatever process.
+        num_stored: elements that are there.
+        can_draw: whether, once something was written, nothing that may be drawn from is empty.
+        is_shared: whether other processes may write.
+        max_size: elements that it has room for.
+    """
+
+    write_count: Callable[[], int]
+    num_stored: Callable[[], int]
+    can_draw: Callable[[], bool]
+    is_shared: Callable[[], bool]
+    max_size: int
 
 
 def _no_stop() -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright._tensors import as_tensor
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import num_rows
-from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
+from rollwright.data.replay_buffers.storages.saving import Part
 
 __all__ = [
     "ImmutableDatasetWriter",
@@ -28,7 +26,7 @@ __all__ = [
 ]
 
 
-class Writer(ABC):
+class Writer(Part, ABC):
     """Puts elements into a storage.
 
     Args:
@@ -42,6 +40,7 @@ class Writer(ABC):
         compilable: as given.
     """
 
+    _part = "writer"
     in_order: bool = False
     shareable: bool = True
     tracks_generations: bool = False
@@ -103,25 +102,6 @@ class Writer(ABC):
         """
         batch, dim = _as_batch(storage, data, dim)
         return self.extend(storage, batch, dim)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the writer remembers, besides what the storage does."""
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027 - most remember nothing
-        """Take up what another writer remembered."""
-
-    def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder; what the storage remembers (how much was written) is saved with that."""
-        dump_part(self, path, "writer")
-
-    def loads(self, path: str | Path) -> None:
-        """Read what :meth:`dumps` wrote.
-
-        Raises:
-            FileNotFoundError, DamagedFileError: there is nothing to read.
-        """
-        load_part(self, path, "writer")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -16,17 +16,13 @@ from rollwright._memory.segment import Segment
 from rollwright.cli import main
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from rollwright.data.replay_buffers.ledger.layout import (
-    BASE_CHECK,
     GAP,
     HEADER,
-    ISSUED,
     NUM_SLOTS,
-    SETTLED,
-    SKIPPED,
     SLOT,
 )
 from rollwright.data.replay_buffers.ledger.ledger import Ledger
-from rollwright.data.replay_buffers.storages.memory import _HEAD, _MARK, _PAGE, ROWS_FILE
+from rollwright.data.replay_buffers.storages.memory import _HEAD, _PAGE, ROWS_FILE
 from rollwright.errors import DamagedFileError
 
 SIZE = 50
@@ -207,28 +203,6 @@ def test_a_file_whose_maker_was_killed_is_a_new_one(length, tmp_path):
     buffer = ReplayBuffer(storage=LazyMemmapStorage(SIZE, scratch_dir=tmp_path, existsok=True))
     buffer.extend(rows(5))
     assert len(held(tmp_path)) == 5
-
-
-@pytest.mark.parametrize("length", [10, 60])
-def test_rows_of_versions_that_wrote_no_number_twice_are_opened_again_and_again(length, tmp_path):
-    """They noted only the end of what was published, where rows came from another buffer."""
-    source = ReplayBuffer(storage=LazyTensorStorage(SIZE))
-    source.extend(rows(length))
-    source.dumps(tmp_path / "rows")
-    file = tmp_path / "rows" / ROWS_FILE
-    whole = bytearray(file.read_bytes())
-    whole[len(_MARK) : _PAGE] = bytes(_PAGE - len(_MARK))
-    head = _PAGE, _PAGE + 8 * HEADER
-    numbers = list(struct.unpack(f"<{HEADER}q", whole[slice(*head)]))
-    numbers[ISSUED] = numbers[SETTLED] = numbers[SKIPPED] = numbers[BASE_CHECK] = 0
-    whole[slice(*head)] = struct.pack(f"<{HEADER}q", *numbers)
-    whole[head[1] : head[1] + 8 * SLOT * NUM_SLOTS] = bytes(8 * SLOT * NUM_SLOTS)
-    file.write_bytes(whole)
-    for _ in range(3):
-        storage = LazyMemmapStorage(SIZE, scratch_dir=tmp_path / "rows", existsok=True)
-        assert storage.num_reopened == min(length, SIZE)
-        del storage
-    assert len(held(tmp_path / "rows")) == min(length, SIZE)
 
 
 def test_a_file_that_others_may_be_writing_is_not_allocated_again(tmp_path, monkeypatch):

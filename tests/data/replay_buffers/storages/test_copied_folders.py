@@ -120,21 +120,6 @@ def test_folders_that_nobody_writes_to_can_be_copied(tmp_path):
         assert serials(tmp_path / f"{folder} again") == list(range(4, 14))
 
 
-def test_files_of_before_have_no_numbers_behind_their_rows(tmp_path, monkeypatch):
-    live = Live(tmp_path)
-    whole = bytearray((live.folder / ROWS_FILE).read_bytes())
-    from rollwright.data.replay_buffers.storages import memory
-
-    schema = live.buffer.storage._schema
-    whole[memory._CHECKS_AT] = 1
-    live.copied.mkdir()
-    (live.copied / ROWS_FILE).write_bytes(whole[: schema.layout.stop])
-    for _ in range(2):
-        assert serials(live.copied) == list(range(10))
-    ReplayBuffer(storage=LazyMemmapStorage(scratch_dir=live.copied, existsok=True)).extend(rows(10, 13))
-    assert serials(live.copied) == list(range(3, 13))
-
-
 def test_copies_of_a_buffer_that_a_thread_fills_hold_whole_rows(tmp_path):
     folder, size = tmp_path / "rows", 2000
     buffer = ReplayBuffer(storage=LazyMemmapStorage(size, scratch_dir=folder), shared=True)

@@ -26,7 +26,7 @@ _COUNTERS = {
 Numbers = NDArray[np.int64]
 
 
-def wrong_in(ledger: Ledger, capacity: int | None, *, has_checks: bool) -> str:
+def wrong_in(ledger: Ledger, capacity: int | None) -> str:
     """What is wrong with a ledger's numbers, as a phrase; empty where nothing is. For use while writing.
 
     Each number is compared with others that say the same, so that rows which were never written are not taken for
@@ -35,7 +35,6 @@ def wrong_in(ledger: Ledger, capacity: int | None, *, has_checks: bool) -> str:
     Args:
         ledger: of a file that was opened.
         capacity: rows, as the description of the rows says; None: there is none, and so there are no rows.
-        has_checks: False for files of versions that did not write all numbers twice.
     """
     head, slots, gaps = ledger.numbers()
     counters = {name: int(head[at]) for name, at in _COUNTERS.items()}
@@ -51,13 +50,13 @@ def wrong_in(ledger: Ledger, capacity: int | None, *, has_checks: bool) -> str:
     if counters["capacity"] != capacity:
         return f"the counter 'capacity' is {counters['capacity']}, expected {capacity}"
     return (
-        _wrong_in_slots(counters, slots, has_checks)
-        or (_wrong_in_base(counters["base"], ~int(head[layout.BASE_CHECK]), ledger.end()) if has_checks else "")
-        or _wrong_in_gaps(counters, gaps, ledger.end(), has_checks)
+        _wrong_in_slots(counters, slots)
+        or _wrong_in_base(counters["base"], ~int(head[layout.BASE_CHECK]), ledger.end())
+        or _wrong_in_gaps(counters, gaps, ledger.end())
     )
 
 
-def _wrong_in_slots(counters: dict[str, int], slots: Numbers, has_checks: bool) -> str:
+def _wrong_in_slots(counters: dict[str, int], slots: Numbers) -> str:
     """Reservations follow one another, and those in progress begin where the published positions end."""
     settled, published = counters["settled"], counters["published"]
     in_progress = counters["issued"] - settled
@@ -65,7 +64,7 @@ def _wrong_in_slots(counters: dict[str, int], slots: Numbers, has_checks: bool) 
         return f"{counters['issued']} reservations were made, and {settled} of them ended"
     last = (settled - 1, settled)  # one may end just now
     ends = [int(slots[serial % layout.NUM_SLOTS][layout.STOP]) for serial in last]
-    if has_checks and in_progress < layout.NUM_SLOTS and published not in ends:
+    if in_progress < layout.NUM_SLOTS and published not in ends:
         return f"{published} positions are published, and the last reservation ended at {ends[0]}"
     at = published
     for serial in range(settled, settled + in_progress):
@@ -86,7 +85,7 @@ def _wrong_in_base(base: int, check: int, end: int) -> str:
     return f"the counter 'base' is {base}, and its copy {check}, with {end} positions"
 
 
-def _wrong_in_gaps(counters: dict[str, int], gaps: Numbers, end: int, has_checks: bool) -> str:
+def _wrong_in_gaps(counters: dict[str, int], gaps: Numbers, end: int) -> str:
     """Gaps lie among the positions, and no count of lost positions grows by more than the gap is wide."""
     oldest, newest = counters["oldest_gap"], counters["gaps"]
     if not 0 <= newest - oldest <= layout.NUM_GAPS:
@@ -95,7 +94,7 @@ def _wrong_in_gaps(counters: dict[str, int], gaps: Numbers, end: int, has_checks
     start, stop, lost, _ = gaps[serials % layout.NUM_GAPS].T
     known = serials >= oldest
     wrong = known & ((start < 0) | (stop < start) | (stop > end))
-    if has_checks and newest:
+    if newest:
         before = np.concatenate([lost[:1] if newest > layout.NUM_GAPS else np.zeros(1, np.int64), lost[:-1]])
         wrong |= (lost < before) | (known & (lost - before > stop - start))
         wrong |= ~known & (stop > start) & (stop > end - counters["capacity"])  # it is not over yet
@@ -104,11 +103,7 @@ def _wrong_in_gaps(counters: dict[str, int], gaps: Numbers, end: int, has_checks
         return f"a gap is of positions {start[at]} to {stop[at]} of {end}, with {lost[at]} lost until then"
     next_start, next_stop, next_lost, _ = gaps[newest % layout.NUM_GAPS].tolist()
     total = int(lost[-1]) if newest else 0
-    if (
-        has_checks
-        and newest - oldest < layout.NUM_GAPS
-        and next_lost > total
-        and next_start < next_stop <= counters["published"]
-    ):
+    is_new = next_lost > total and next_start < next_stop <= counters["published"]
+    if newest - oldest < layout.NUM_GAPS and is_new:
         return f"there are {newest} gaps, and another one of positions {next_start} to {next_stop}"
     return ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from rollwright._keys import key_str
 from rollwright._options import with_options
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
-from rollwright.data.replay_buffers.storages.saving import dump_part, load_part
+from rollwright.data.replay_buffers.storages.saving import Part
 
 Index = NDArray[np.int64]
 GENERATION = "index_generation"
@@ -55,7 +54,7 @@ class Draw(NamedTuple):
         return self._replace(slices=slices)
 
 
-class Sampler:
+class Sampler(Part):
     """Chooses elements of a storage.
 
     A subclass defines :meth:`draw`, or :meth:`sample`, which is simpler and has no generator.
@@ -75,6 +74,7 @@ class Sampler:
         state_entries: names without which a state is none of such a sampler.
     """
 
+    _part = "sampler"
     state_entries: tuple[str, ...] = ()
     repeatable: bool = False
     consumes: bool = False
@@ -193,13 +193,6 @@ class Sampler:
         """Whether :meth:`update_priority` changes what is drawn."""
         return type(self).update_priority is not Sampler.update_priority
 
-    def state_dict(self) -> dict[str, Any]:
-        """What cannot be found again by looking at the storage: numbers, strings and tensors."""
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`."""
-
     def check_state(self, state_dict: Any) -> None:
         """Test that a state is one of such a sampler, before anything is changed.
 
@@ -218,18 +211,6 @@ class Sampler:
 
     def _other_state(self) -> str:
         return f"state_dict: expected the state of a {type(self).__name__}, got that of another sampler"
-
-    def dumps(self, path: str | Path) -> None:
-        """Write the state to a folder."""
-        dump_part(self, path, "sampler")
-
-    def loads(self, path: str | Path) -> None:
-        """Read what :meth:`dumps` wrote.
-
-        Raises:
-            FileNotFoundError, DamagedFileError: there is nothing to read.
-        """
-        load_part(self, path, "sampler")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

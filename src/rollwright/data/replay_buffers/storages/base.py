@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from tensordict import is_tensor_collection
 from rollwright._keys import NestedKey, key_str
 from rollwright._tensors import as_tensor
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
-from rollwright.data.replay_buffers.storages.saving import HookedPart, SavingHooks, dump_part, load_part
+from rollwright.data.replay_buffers.storages.saving import Part, SavingHooks
 from rollwright.data.replay_buffers.storages.structures import mapped
 
 SENT_REMEDY = (
@@ -25,7 +24,7 @@ SENT_REMEDY = (
 )
 
 
-class Storage(ABC):
+class Storage(Part, ABC):
     """A ring of rows, and the ledger that records which of them are published.
 
     A storage whose elements processes can share defines :meth:`share`, which is called when ``multiprocessing`` sends
@@ -45,6 +44,7 @@ class Storage(ABC):
         keeps_objects: whether entries may be text and other objects that are no tensors.
     """
 
+    _part = "storage"
     max_size: int
     ndim: int = 1
     columns: int = 1
@@ -157,7 +157,7 @@ class Storage(ABC):
         """Whether other processes can write and read it too."""
         return False
 
-    def move_here(self) -> None:  # noqa: B027 - most need nothing
+    def move_here(self) -> None:
         """Serve in this process from now on: it is a copy of one that was sent for that, and nobody uses the other."""
 
     # Places -----------------------------------------------------------------------------------
@@ -395,27 +395,6 @@ class Storage(ABC):
         """
         self.hooks.add(self.hooks.load, hook)
 
-    def dumps(self, path: str | Path) -> None:
-        """Write the elements to a folder, as one file.
-
-        Raises:
-            OSError: the disk is full, or fails; the part that was written is removed, and an older file stays.
-        """
-        dump_part(HookedPart(self, self.hooks, path), path, "storage")
-
-    def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
-        """Hold what :meth:`dumps` wrote.
-
-        Args:
-            path: the folder.
-            allow_pickle: see :meth:`ReplayBuffer.loads`.
-
-        Raises:
-            FileNotFoundError, DamagedFileError: there is nothing to read.
-            ValueError: elements are objects, and ``allow_pickle`` is not set; or they do not fit the storage.
-        """
-        load_part(HookedPart(self, self.hooks, path), path, "storage", allow_pickle=allow_pickle)
-
     def state_dict(self) -> dict[str, Any]:
         """Live elements in the order of positions, and the positions."""
         with self.ledger.reading():
@@ -481,7 +460,7 @@ class Storage(ABC):
             )
         self.ledger.check_at_rest()
 
-    def make_room(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027 - most take memory as they load
+    def make_room(self, state_dict: Mapping[str, Any]) -> None:
         """Take the memory for a state that :meth:`check_state` has passed; what is stored stays.
 
         Raises:

@@ -31,8 +31,6 @@ _MARK = b"rollwright rows 1\n"
 _SCHEMA_ROOM = 1 << 18
 _PAGE, _HUGE_PAGE = 4096, 1 << 21
 _SPACE_AT = 64  # in the first page, behind the mark
-# 1 in files whose numbers were written twice from the first on; 2 in those that have some behind their rows, too
-_CHECKS_AT = _SPACE_AT + Space.num_bytes
 _TAIL_BYTES = 16
 _HEAD = _PAGE + Ledger.num_bytes + _SCHEMA_ROOM
 # The number before the texts of schemas: the length of the one that counts, where it is, and its checksum.
@@ -276,7 +274,6 @@ class SharedMemory(Memory):
             with row_lock.writing():
                 rows.allocate(0, _PAGE + Ledger.num_bytes + 8)  # what every process reads at any time
         self._mark = rows.map(0, _PAGE)
-        self._has_checks = self._mark[_CHECKS_AT : _CHECKS_AT + 8].cast("q")
         self._text = rows.map(_PAGE + Ledger.num_bytes, _SCHEMA_ROOM)
         self._length = self._text[:8].cast("q")
         self._schema: Schema | None = None
@@ -299,11 +296,10 @@ class SharedMemory(Memory):
         """Make the file ready for use, once; test what it says of itself. For use while writing."""
         ready = self._space.is_of_this_file()
         if bytes(self._mark[: len(_MARK)]) != _MARK:
-            self._has_checks[0] = 2
             self._mark[: len(_MARK)] = _MARK
         schema = self._check()
         self.ledger.repair_base()
-        if schema is not None and self._has_checks[0] > 1:
+        if schema is not None:
             if not ready:
                 self._rows.allocate(schema.layout.end, _TAIL_BYTES)
                 self._check_copy(schema)
@@ -360,13 +356,12 @@ class SharedMemory(Memory):
                 wrong = schema.wrong()
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
                 raise self._damaged(f"what its rows hold cannot be read ({type(error).__name__}: {error})") from error
-            expected = schema.num_bytes if self._has_checks[0] > 1 else schema.layout.stop
-            if not wrong and self._rows.num_bytes < expected:
-                wrong = f"it has {self._rows.num_bytes} bytes, expected {expected}"
+            if not wrong and self._rows.num_bytes < schema.num_bytes:
+                wrong = f"it has {self._rows.num_bytes} bytes, expected {schema.num_bytes}"
             if wrong:
                 raise self._damaged(wrong)
             capacity = schema.capacity
-        wrong = wrong_in(self.ledger, capacity, has_checks=bool(self._has_checks[0]))
+        wrong = wrong_in(self.ledger, capacity)
         if wrong:
             raise self._damaged(wrong)
         return schema
@@ -438,8 +433,7 @@ class SharedMemory(Memory):
         layout = schema.layout
         self._space.lay_out(layout, schema.capacity)
         self._tensors = layout.map(self._rows)
-        has_tail = self._has_checks[0] > 1
-        self._tail = self._rows.map(layout.end, _TAIL_BYTES).cast("q") if has_tail else None
+        self._tail = self._rows.map(layout.end, _TAIL_BYTES).cast("q")
 
     def tensors(self) -> dict[NestedKey, torch.Tensor]:
         """See :meth:`Memory.tensors`."""

@@ -17,8 +17,7 @@ from rollwright.data.compact import is_table, without_table
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import Storage, check_number
 from rollwright.data.replay_buffers.storages.batches import batches_of, no_objects, positive
-from rollwright.data.replay_buffers.storages.builder import TensorDictBuilder
-from rollwright.data.replay_buffers.storages.columns import Column
+from rollwright.data.replay_buffers.storages.columns import Column, TensorDictBuilder
 from rollwright.data.replay_buffers.storages.memory import Memory, PrivateMemory, Schema, SharedMemory
 from rollwright.data.replay_buffers.storages.structures import (
     Form,
@@ -422,23 +421,6 @@ class RowStorage(Storage):
     @property
     def _filename(self) -> str | None:
         return None
-
-    def check_entries(self, entries: Mapping[NestedKey, torch.Tensor], n: int) -> None:
-        """Test that entries of ``n`` elements fit those that are stored.
-
-        Raises:
-            KeyError, ValueError: they do not.
-        """
-        unknown = [key for key in entries if key not in self.fields]
-        if unknown:
-            raise KeyError(f"patch: expected entries among {key_str(self.keys())}, got {key_str(unknown)}.")
-        for key, value in entries.items():
-            shape, dtype = self.fields[key]
-            if value.dtype != dtype or value.shape != (n, *shape):
-                raise ValueError(
-                    f"patch: expected {key!r} of shape {[n, *shape]} and {dtype}, got {list(value.shape)} and "
-                    f"{value.dtype}. Convert it."
-                )
 
     def read_entry(self, key: NestedKey, index: NDArray[np.int64]) -> torch.Tensor:
         """A copy of an entry of the elements at flat indices, ``[n, *entry]``."""

@@ -5,20 +5,61 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rollwright.data.loading import load_saved, save
 from rollwright.errors import DamagedFileError
 
 
-class Part(Protocol):
-    """A storage, a sampler or a writer, as far as it is saved."""
+class Part:
+    """A storage, a sampler or a writer: a part of a buffer, whose state can be saved by itself."""
+
+    _part: str  # what it is called, and its file
 
     def state_dict(self) -> dict[str, Any]:
-        """What it holds."""
+        """What cannot be found again by looking at the other parts: numbers, strings and tensors."""
+        return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Hold what another one held."""
+        """Go on from a state of :meth:`state_dict`."""
+
+    @property
+    def hooks(self) -> SavingHooks:
+        """What is called when elements are written to a folder, or read from one; a storage may have some."""
+        return SavingHooks()
+
+    def dumps(self, path: str | Path) -> None:
+        """Write the state to a folder, as one file; the folder is made where it is not there.
+
+        Raises:
+            OSError: the disk is full, or fails; the part that was written is removed, and an older file stays.
+        """
+        folder = Path(path).expanduser().resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{self._part}.pt"
+        fresh = file.with_name(f"{file.name}.new")
+        save(self.hooks.saved(self.state_dict(), path), fresh)
+        os.replace(fresh, file)
+
+    def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
+        """Hold what :meth:`dumps` wrote.
+
+        Args:
+            path: the folder.
+            allow_pickle: see :meth:`ReplayBuffer.loads`.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it holds objects, and ``allow_pickle`` is not set; or it does not fit.
+            DamagedFileError: it is cut short, or holds something else.
+        """
+        file = Path(path).expanduser().resolve() / f"{self._part}.pt"
+        if not file.is_file():
+            raise FileNotFoundError(f"path: there is no {file.name} in {str(file.parent)!r}. Name a folder of dumps().")
+        state = load_saved(file, allow_pickle=allow_pickle)
+        if not isinstance(state, dict):
+            raise DamagedFileError(f"{file} holds a {type(state).__name__}, expected the state of a {self._part}.")
+        self.load_state_dict(self.hooks.loaded(state, path))
 
 
 class SavingHooks:
@@ -58,53 +99,7 @@ class SavingHooks:
 
 
 def _changed(hooks: list[Callable[..., Any]], state: Mapping[str, Any], path: Any) -> dict[str, Any]:
-    elements = state.get("elements")
-    for hook in hooks if elements is not None else ():
-        elements = hook(elements, path=Path(path))
-    return {**state, "elements": elements}
-
-
-class HookedPart(Part):
-    """A storage as it is written to a folder, and read from it, through its hooks."""
-
-    def __init__(self, storage: Part, hooks: SavingHooks, path: str | Path) -> None:
-        self._storage, self._hooks, self._path = storage, hooks, path
-
-    def state_dict(self) -> dict[str, Any]:
-        """See :class:`Part`."""
-        return self._hooks.saved(self._storage.state_dict(), self._path)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :class:`Part`."""
-        self._storage.load_state_dict(self._hooks.loaded(state_dict, self._path))
-
-
-def dump_part(part: Part, path: str | Path, name: str) -> None:
-    """Write the state of a part to the file ``name + ".pt"`` in a folder, which is made where it is not there.
-
-    Raises:
-        OSError: the disk is full, or fails; the part that was written is removed, and an older file stays.
-    """
-    folder = Path(path).expanduser().resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.pt"
-    fresh = file.with_name(f"{file.name}.new")
-    save(part.state_dict(), fresh)
-    os.replace(fresh, file)
-
-
-def load_part(part: Part, path: str | Path, name: str, *, allow_pickle: bool = False) -> None:
-    """Give a part the state that :func:`dump_part` wrote.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds objects, and ``allow_pickle`` is not set.
-        DamagedFileError: it is cut short, or holds something else.
-    """
-    file = Path(path).expanduser().resolve() / f"{name}.pt"
-    if not file.is_file():
-        raise FileNotFoundError(f"path: there is no {file.name} in {str(file.parent)!r}. Name a folder of dumps().")
-    state = load_saved(file, allow_pickle=allow_pickle)
-    if not isinstance(state, dict):
-        raise DamagedFileError(f"{file} holds a {type(state).__name__}, expected the state of a {name}.")
-    part.load_state_dict(state)
+    state = dict(state)
+    for hook in hooks if state.get("elements") is not None else ():
+        state["elements"] = hook(state["elements"], path=Path(path))
+    return state
