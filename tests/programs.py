@@ -31,7 +31,7 @@ from typing import IO, Any
 __all__ = ["IMPORTED_BY_WORKERS", "Program", "Programs"]
 
 ROOT = Path(__file__).parents[1]
-IMPORTED = ("rollwright._preload", "rollwright.modules", "rollwright.cli")
+IMPORTED = ("rollwright._processes.start.preload", "rollwright.collectors", "rollwright.modules", "rollwright.cli")
 IMPORTED += ("torch._dynamo", "matplotlib.pyplot")  # by optimizers, and where a curve is drawn
 IMPORTED_BY_WORKERS = ("pytest",)  # by most, once by the server that forks them: it takes longer than most tests
 MAX_REQUEST = 1 << 16

@@ -39,14 +39,12 @@ LAYERS = """
     rollwright.collectors.clusters
     =rollwright.collectors rollwright.collectors.distributed
     rollwright.testing
-    rollwright.cli rollwright._preload rollwright.__main__
+    rollwright.cli rollwright.__main__
 """
 
 # Imports by name, ``import_module("rollwright...")``, that need not keep the order, and why.
 BY_NAME = {
     ("rollwright.modules.primers", "rollwright.envs"),  # environments register there; modules know nothing of them
-    ("rollwright._processes.start.server", "rollwright._preload"),  # what the fork server imports before it forks
-    ("rollwright._processes.start.server", "rollwright._processes.start.methods"),  # in the forked process alone
 }
 
 

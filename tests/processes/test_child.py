@@ -199,7 +199,7 @@ def test_a_process_that_a_signal_has_stopped(monkeypatch):
 
 
 PROGRAM = """
-import rollwright._preload  # as the fork server does, for speed
+import rollwright._processes.start.preload  # as the fork server does, for speed
 import os, signal, sys, time
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child, _is_stopped, echo

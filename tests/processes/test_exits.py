@@ -10,7 +10,7 @@ from rollwright._processes.child import Child, sleep
 LIMIT_S = 60.0  # of what never ends without the promise, and takes a second with it
 
 ORDER = """
-from rollwright._processes.exits import ExitStage, call_at_exit, cancel_at_exit
+from rollwright._processes.forks import ExitStage, call_at_exit, cancel_at_exit
 
 def fail():
     print("profiler", flush=True)

@@ -10,17 +10,17 @@ import pytest
 from tests.processes.forked import fork, forked, resting_fork
 
 from rollwright._memory.segment import Segment
-from rollwright._processes import file_locks
-from rollwright._processes.file_locks import FileLocks
+from rollwright._processes import files
+from rollwright._processes.files import FileLocks
 
-LASTING = file_locks._are_lasting()
+LASTING = files._are_lasting()
 needs_lasting = pytest.mark.skipif(not LASTING, reason="no locks that belong to an open file description")
 
 
 @pytest.fixture(params=[pytest.param(True, marks=needs_lasting), False], ids=["description", "process"])
 def locks_of(request, monkeypatch):
     """Makes locks of either kind."""
-    monkeypatch.setattr(file_locks, "_are_lasting", lambda: request.param)
+    monkeypatch.setattr(files, "_are_lasting", lambda: request.param)
     return FileLocks
 
 
@@ -112,5 +112,5 @@ def test_a_fork_that_cannot_open_the_file_has_no_locks_rather_than_its_parents(m
             locks.release(0)
         return "refused"
 
-    monkeypatch.setattr(file_locks, "_opened_anew", refuse)
+    monkeypatch.setattr(files, "_opened_anew", refuse)
     assert forked(release) == "refused"

@@ -1,4 +1,4 @@
-"""Pool: connections of any kind, questions, losses, and the end."""
+"""Pool: connections of any kind, calls, losses, and the end."""
 
 from __future__ import annotations
 
@@ -102,19 +102,19 @@ def pool_of(*connections: Connection, **options: Any) -> Pool:
 
 
 def ask(pool: Pool, *places: int) -> int:
-    ticket = pool.questions.open()
+    ticket = pool.calls.open()
     for place in places:
-        pool.questions.ask(ticket, place, f"note {place}")
+        pool.calls.ask(ticket, place, f"note {place}")
         pool.send(place, ticket)
     return ticket
 
 
 def settle(pool: Pool, ticket: int, seconds: float = 20.0) -> Any:
     until = time.monotonic() + patient(seconds)
-    while pool.questions[ticket].due:
+    while pool.calls[ticket].due:
         assert time.monotonic() < until
         pool.run_once(0.1)
-    return pool.questions.close(ticket)
+    return pool.calls.close(ticket)
 
 
 @pytest.fixture
@@ -132,9 +132,9 @@ def children() -> Iterator[list[Child]]:
 
 def test_question_goes_to_several_and_each_answers() -> None:
     pool = pool_of(Scripted(), Scripted())
-    question = settle(pool, ask(pool, 0, 1))
-    assert question.answers == {0: 0, 1: 1}
-    assert question.losses == {}
+    call = settle(pool, ask(pool, 0, 1))
+    assert call.answers == {0: 0, 1: 1}
+    assert call.losses == {}
     assert pool.num_messages == 4
 
 
@@ -144,9 +144,9 @@ def test_who_is_gone_owes_nothing_and_is_named_with_the_reason() -> None:
     pool = pool_of(one, other, lost=lambda place, loss: seen.append((place, loss)))
     ticket = ask(pool, 0, 1)
     other.vanish()
-    question = settle(pool, ticket)
-    assert question.answers == {0: 0}
-    assert question.losses == {1: (ExitReason("has left"), "note 1")}
+    call = settle(pool, ticket)
+    assert call.answers == {0: 0}
+    assert call.losses == {1: (ExitReason("has left"), "note 1")}
     assert seen == [(1, ExitReason("has left"))]
     assert pool.by_place[1] is None
     assert settle(pool, ask(pool, 1)).losses == {1: (ExitReason("has left"), "note 1")}  # asked later
@@ -198,7 +198,7 @@ def test_answers_that_nobody_waits_for_are_dropped() -> None:
     one = Scripted()
     pool = pool_of(one)
     ticket = ask(pool, 0)
-    pool.questions.close(ticket)
+    pool.calls.close(ticket)
     pool.run_once(1.0)
     assert settle(pool, ask(pool, 0)).answers == {0: 0}
 

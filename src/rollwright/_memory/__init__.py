@@ -1,11 +1,8 @@
 """Raw memory: layouts of typed arrays, borrowed memory, and its sources (this process, a shared segment)."""
 
-from rollwright._memory.allocator import check_fits, keep_freed_memory
-from rollwright._memory.free_list import FreeList
-from rollwright._memory.layout import ALIGNMENT, Field, Layout, aligned, in_numpy
-from rollwright._memory.loan import Loan
-from rollwright._memory.pool import EntryMemory, MemoryPool
-from rollwright._memory.segment import Segment
+from rollwright._memory.layout import ALIGNMENT, Field, FreeList, Layout, aligned, in_numpy
+from rollwright._memory.pool import EntryMemory, Loan, MemoryPool, check_fits, keep_freed_memory
+from rollwright._memory.segment import Segment, fence
 
 __all__ = [
     "ALIGNMENT",
@@ -18,6 +15,7 @@ __all__ = [
     "Segment",
     "aligned",
     "check_fits",
+    "fence",
     "in_numpy",
     "keep_freed_memory",
 ]

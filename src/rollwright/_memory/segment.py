@@ -1,4 +1,4 @@
-"""Segment: memory that several processes map, backed by a named or unnamed file."""
+"""Segment: memory that several processes map, backed by a named or unnamed file; and fences."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import sys
+import threading
 import weakref
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -144,3 +145,13 @@ def _failed(error: OSError, what: str, name: str) -> OSError:
 
 def _reopened(path: Path | None, duplicate: Any) -> Segment:
     return Segment(path, _fd=None if duplicate is None else duplicate.detach())
+
+
+def fence() -> None:
+    """Keep loads and stores before this call before those after it, for all processes that see the memory."""
+    # Stores and loads before a release stay before it, those after an acquire stay after it, and these two keep their
+    # order; x86 needs no such thing, other processors do. A new lock each time: no interrupt can leave it half done.
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()

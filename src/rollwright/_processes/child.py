@@ -16,9 +16,9 @@ from typing import Any
 
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.connection import end_all
-from rollwright._processes.exits import ExitStage, call_at_exit
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.file_limit import raise_file_limit
+from rollwright._processes.files import raise_file_limit
+from rollwright._processes.forks import ExitStage, call_at_exit
 from rollwright._processes.start.methods import check_start_method, new_process
 from rollwright._processes.start.server import allow_interrupts
 

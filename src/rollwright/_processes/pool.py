@@ -1,4 +1,4 @@
-"""Pool: connections to several processes, with messages, questions, losses, and shutdown."""
+"""Pool: connections to several processes, with messages, calls that wait for answers, losses, and shutdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.connection import NOTHING, Connection, ExitReason, end_all
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.questions import Questions
 
 _NAP_S = 0.2
 _EXIT_S = 1.0  # for a process to end that has closed its connection
@@ -20,8 +19,88 @@ _EXIT_S = 1.0  # for a process to end that has closed its connection
 Ready = list[tuple[int, int]]
 
 
+class PendingCall:
+    """A request to several processes, and their answers so far.
+
+    Attributes:
+        due: by place of the process: what was noted when it was asked; only of those that have not answered.
+        answers: by place.
+        losses: by place, of those that will not answer: why, and what was noted when they were asked.
+    """
+
+    __slots__ = ("answers", "due", "losses")
+
+    def __init__(self) -> None:
+        self.due: dict[int, Any] = {}
+        self.answers: dict[int, Any] = {}
+        self.losses: dict[int, tuple[ExitReason, Any]] = {}
+
+
+class PendingCalls:
+    """Calls by ticket, from the first message to the last answer.
+
+    Example:
+        >>> calls = PendingCalls()
+        >>> ticket = calls.open()
+        >>> calls.ask(ticket, 0)
+        >>> calls.ask(ticket, 1)
+        >>> calls.answer(ticket, 0, "yes")
+        >>> calls.lose(1, ExitReason("was killed by SIGKILL"))
+        >>> call = calls.close(ticket)
+        >>> call.answers, call.losses[1][0].how
+        ({0: 'yes'}, 'was killed by SIGKILL')
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, PendingCall] = {}
+        self._last = 0
+
+    def open(self, ticket: int | None = None) -> int:
+        """Begin a call; its ticket, higher than all before, unless one is given."""
+        if ticket is None:
+            ticket = self._last = self._last + 1
+        self._open[ticket] = PendingCall()
+        return ticket
+
+    def ask(self, ticket: int, place: int, note: Any = None) -> None:
+        """A process is to answer."""
+        self._open[ticket].due[place] = note
+
+    def withdraw(self, ticket: int, place: int) -> None:
+        """A process was not asked, after all."""
+        self._open[ticket].due.pop(place, None)
+
+    def answer(self, ticket: int, place: int, value: Any) -> None:
+        """A process has answered; an answer that nobody waits for any more is dropped."""
+        call = self._open.get(ticket)
+        if call is not None and place in call.due:
+            del call.due[place]
+            call.answers[place] = value
+
+    def lose(self, place: int, loss: ExitReason) -> None:
+        """A process will not answer any more."""
+        for call in self._open.values():
+            if place in call.due:
+                call.losses[place] = loss, call.due.pop(place)
+
+    def __getitem__(self, ticket: int) -> PendingCall:
+        return self._open[ticket]
+
+    def tickets(self) -> list[int]:
+        """Those that are open."""
+        return list(self._open)
+
+    def owes(self, place: int) -> bool:
+        """Whether a process owes an answer."""
+        return any(place in call.due for call in self._open.values())
+
+    def close(self, ticket: int) -> PendingCall:
+        """The call, whose answers are dropped from here on."""
+        return self._open.pop(ticket)
+
+
 class Answer(NamedTuple):
-    """An answer to a question, see :class:`~rollwright._processes.questions.Questions`."""
+    """An answer to a call, see :class:`PendingCalls`."""
 
     ticket: int
     value: Any
@@ -55,11 +134,11 @@ class Pool:
         received: takes each message, with the place of its sender; returns an :class:`Answer` if it is one.
         lost: takes the place of a process that has gone, and why; all that it owed is settled by then.
         flushed: takes the place of a process that can read more of what it was sent.
-        only_answers: processes send nothing but answers, one to each question.
+        only_answers: processes send nothing but answers, one to each call.
 
     Attributes:
         by_place: the connections; None: it was lost, or there never was one.
-        questions: that processes were asked.
+        calls: that processes were asked.
         num_messages: sent and received so far.
     """
 
@@ -81,7 +160,7 @@ class Pool:
         self._watched: dict[int, _Watched] = {}  # by file descriptor
         self._others: dict[int, Callable[[], None]] = {}
         self._pushes: list[Callable[[], None]] = []
-        self.questions = Questions()
+        self.calls = PendingCalls()
         self.num_messages = 0
 
     def add(self, place: int, connection: Connection) -> None:
@@ -123,7 +202,7 @@ class Pool:
         """
         connection = self.by_place[place]
         if connection is None:
-            self.questions.lose(place, self._losses[place])
+            self.calls.lose(place, self._losses[place])
             return
         try:
             connection.post(message)
@@ -183,8 +262,8 @@ class Pool:
                     return
                 answer = self._received(place, message)
                 if answer is not None:
-                    self.questions.answer(answer.ticket, place, answer.value)
-                    if self._only_answers and not ended and not self.questions.owes(place):
+                    self.calls.answer(answer.ticket, place, answer.value)
+                    if self._only_answers and not ended and not self.calls.owes(place):
                         return  # there is nothing more to come
         except ChannelClosed:
             ended = True
@@ -212,7 +291,7 @@ class Pool:
                 connection.kill()
                 end_all([connection], 1.0)
                 self._losses[place] = ExitReason(how)
-            self.questions.lose(place, self._losses[place])
+            self.calls.lose(place, self._losses[place])
 
     def stopped(self, limit_s: float) -> list[int]:
         """Places of processes that are known not to run for longer than this; to be asked now and then."""
@@ -228,7 +307,7 @@ class Pool:
         assert connection is not None
         end_all([connection], _EXIT_S)
         loss = self._losses[place] = loss or ExitReason(connection.how_it_ended())
-        self.questions.lose(place, loss)
+        self.calls.lose(place, loss)
         if self._lost is not None:
             self._lost(place, loss)
 

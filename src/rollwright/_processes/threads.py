@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from rollwright._processes.exits import ExitStage, call_at_exit
-from rollwright._processes.forks import not_here, on_fork
+from rollwright._processes.forks import ExitStage, call_at_exit, not_here, on_fork
 
 _EXIT_S = 1.0  # for all threads together, when the process ends
 _LAST_STEP_S = 1.0  # for a thread that has finished to be gone

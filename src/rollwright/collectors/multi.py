@@ -19,9 +19,8 @@ from tensordict import TensorDictBase
 
 from rollwright._options import names_of, with_options
 from rollwright._processes.channel import ByValue
-from rollwright._processes.exits import rest_if_ending
-from rollwright._processes.file_limit import file_limit_named
-from rollwright._processes.forks import on_fork
+from rollwright._processes.files import file_limit_named
+from rollwright._processes.forks import on_fork, rest_if_ending
 from rollwright.collectors.arguments import WorkerStats, checked_seed, checked_state
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.base import BaseCollector

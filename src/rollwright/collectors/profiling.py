@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from rollwright._processes.exits import ExitStage, call_at_exit, cancel_at_exit
+from rollwright._processes.forks import ExitStage, call_at_exit, cancel_at_exit
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}

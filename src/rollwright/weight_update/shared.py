@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollwright._memory import Layout, Segment, aligned
-from rollwright._processes.fences import fence
+from rollwright._memory import Layout, Segment, aligned, fence
 from rollwright._processes.forks import on_fork
 from rollwright._processes.pickling import dumps
 from rollwright.weight_update.forms import State, is_extra

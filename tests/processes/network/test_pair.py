@@ -125,7 +125,7 @@ def test_pieces_of_all_sizes_arrive_and_messages_stay_in_order(ends):
         sent.append((("message", number), pieces))
     assert pump(mine, Receiver(theirs), 30) == sent
     wait_until(lambda: not mine.behind)
-    assert mine.num_bytes_behind == 0
+    assert not mine.behind
 
 
 def test_both_directions_move_at_once(ends):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from multiprocessing import forkserver
@@ -62,6 +64,35 @@ def test_workers_outlive_their_server_which_is_replaced(own_server):
     assert server_pid() != pid
     assert child.alive
     assert answers(child) == "ended"
+
+
+def tell_modules(channel, *names):
+    """Send which of these modules this process began with."""
+    channel.send([name for name in names if name in sys.modules])
+
+
+def began_with(*names):
+    child = Child(tell_modules, *names, name="teller")
+    found = child.channel.recv(LIMIT_S)
+    child.channel.close()
+    child.end(LIMIT_S)
+    return found
+
+
+def test_a_server_imports_what_each_program_has_imported_by_then(own_server, monkeypatch):
+    """Nothing else: it knows of no package above this one."""
+    importlib.import_module("rollwright.collectors")
+    assert began_with("rollwright.collectors") == ["rollwright.collectors"]
+    pid, packages = server_pid(), ("rollwright.envs", "rollwright.collectors")
+    monkeypatch.setattr(starting, "_line", None)
+    with monkeypatch.context() as patch:
+        above = ("rollwright.collectors", "rollwright.testing")
+        for name in [name for name in sys.modules if name.startswith(above)]:
+            patch.delitem(sys.modules, name)
+        assert began_with(*packages) == ["rollwright.envs"]
+        own = server_pid()
+    assert began_with(*packages) == list(packages)
+    assert server_pid() == own != pid
 
 
 @pytest.fixture
@@ -162,7 +193,7 @@ def test_a_server_that_cannot_fork_says_so_and_keeps_no_pipe(monkeypatch):
     answer, status = os.pipe()
     before = os.listdir("/proc/self/fd")
     asked: _Server = _Server.__new__(_Server)  # without the signals of the process
-    asked._fork(ForkRequest(status, -1, -1, -1, -1, ()))
+    asked._fork(ForkRequest((), status, -1, -1, -1, -1, ()))
     assert os.listdir("/proc/self/fd") == before
     assert forkserver.read_signed(answer) == -errno.EAGAIN
     os.close(answer)

@@ -213,11 +213,6 @@ class Line:
         """Whether something was posted that is not on its way yet."""
         return bool(self._unsent) or (self._carrier is not None and self._carrier.num_bytes_unsent > 0)
 
-    @property
-    def num_bytes_behind(self) -> int:
-        """How much of what was posted is not on its way yet."""
-        return self._num_bytes_unsent + (0 if self._carrier is None else self._carrier.num_bytes_unsent)
-
     def _push(self) -> None:
         try:
             while self._unsent:

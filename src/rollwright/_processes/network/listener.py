@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from rollwright._processes.file_limit import is_file_limit, raise_file_limit
+from rollwright._processes.files import is_file_limit, raise_file_limit
 from rollwright._processes.network.handshake import IncomingHandshake
 
 _MOST_PENDING = 64

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollwright._processes.exits import ExitStage, call_at_exit
-from rollwright._processes.forks import on_fork
+from rollwright._processes.forks import ExitStage, call_at_exit, on_fork
 from rollwright._processes.network.carrier import CarrierFailed
 
 _CHUNK = 1 << 23  # bytes that are moved by one operation

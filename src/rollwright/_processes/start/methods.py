@@ -29,10 +29,10 @@ from multiprocessing.context import reduction, set_spawning_popen  # type: ignor
 from typing import Any
 
 from rollwright._files import unnamed_file
-from rollwright._processes.start.server import ForkRequest
+from rollwright._processes.start import server
 
 START_METHODS = ("forkserver", "spawn", "fork")
-SERVER_IMPORTS: list[str] = []  # modules that a new server imports beside this package
+SERVER_IMPORTS: list[str] = []  # modules that the server imports beside those of this package that a program has
 _SERVER_S = 300.0  # for the server to import what it needs, and to fork
 
 
@@ -59,6 +59,8 @@ def new_process(start_method: str | None, target: Any, args: tuple[Any, ...], na
 
 
 def _in_fork(environ: dict[str, str], target: Any, args: tuple[Any, ...]) -> None:
+    global _line
+    _line = _Line(socket.socket(fileno=server.line_of_fork))
     os.environ.clear()  # the server has those of the time when it started
     os.environ.update(environ)
     target(*args)
@@ -80,7 +82,7 @@ class _Line:
         weakref.finalize(self, end.close)
 
     def ask(self, data: int, lifeline: int, others: tuple[int, ...]) -> tuple[int, int]:
-        """Have a process forked, see :class:`ForkRequest`; its number, and the pipe on which its status will come.
+        """Have a process forked; its number, and the pipe on which its status will come.
 
         Raises:
             EOFError: the server has ended.
@@ -90,7 +92,8 @@ class _Line:
         try:
             tracker = _tracker()
             try:
-                ForkRequest(status, data, lifeline, self._end.fileno(), tracker, others).send(self._end)
+                request = server.ForkRequest(_imports(), status, data, lifeline, self._end.fileno(), tracker, others)
+                request.send(self._end)
             except ConnectionError as error:
                 raise EOFError from error
             finally:
@@ -122,10 +125,10 @@ _line: _Line | None = None
 _lock = threading.Lock()
 
 
-def use_server(fd: int) -> None:
-    """Let this process, which a server has forked, ask it by that line."""
-    global _line
-    _line = _Line(socket.socket(fileno=fd))
+def _imports() -> tuple[str, ...]:
+    """What the server has to have imported: the packages of this library that this process has, and others."""
+    own = {".".join(name.split(".")[:2]) for name in list(sys.modules) if name.startswith("rollwright.")}
+    return (*SERVER_IMPORTS, *sorted(name for name in own if "._" not in name))
 
 
 def _line_to_server(gone: _Line | None) -> _Line:
@@ -138,8 +141,7 @@ def _line_to_server(gone: _Line | None) -> _Line:
         if _line is None:
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                arguments = (theirs.fileno(), *SERVER_IMPORTS)
-                code = f"from rollwright._processes.start.server import main; main(*{arguments!r})"
+                code = f"from rollwright._processes.start.server import main; main({theirs.fileno()})"
                 _line = _Line(mine, _run_python(code, [theirs.fileno()]))
         return _line
 

@@ -15,17 +15,23 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from multiprocessing import forkserver, resource_tracker, spawn, util
 from typing import Any, NamedTuple
 
+from rollwright._processes.pickling import dumps
+
 MAX_FDS = 250  # in one message; the system takes 253
-_REQUEST = b"fork"
+_REQUEST = "fork"
+_LONGEST = 1 << 16  # bytes of a message
+line_of_fork = -1  # in a process that a server has forked: to ask that server by
 
 
 class ForkRequest(NamedTuple):
-    """A request to fork: descriptors that the new process gets.
+    """A request to fork: what is imported before, and descriptors that the new process gets.
 
     Attributes:
+        imports: names of modules that the new process will need.
         status: the answers are written there; the new process keeps it open as long as it lives.
         data: a file with two pickles: how to prepare, and the process object.
         lifeline: hangs up when the process that asks has ended.
@@ -34,6 +40,7 @@ class ForkRequest(NamedTuple):
         others: what the process object refers to, by place.
     """
 
+    imports: tuple[str, ...]
     status: int
     data: int
     lifeline: int
@@ -42,35 +49,37 @@ class ForkRequest(NamedTuple):
     others: tuple[int, ...]
 
     @classmethod
-    def of(cls, fds: list[int]) -> ForkRequest:
-        """The request that came with these."""
+    def of(cls, message: bytes, fds: list[int]) -> ForkRequest:
+        """The request that came as this."""
         status, data, lifeline, line, tracker, *others = fds
-        return cls(status, data, lifeline, line, tracker, tuple(others))
-
-    @property
-    def fds(self) -> list[int]:
-        """All of them."""
-        *named, others = self
-        return [*named, *others]
+        return cls(tuple(message.decode().split()[1:]), status, data, lifeline, line, tracker, tuple(others))
 
     def send(self, line: socket.socket) -> None:
         """Send it."""
-        socket.send_fds(line, [_REQUEST], self.fds)
+        imports, *named, others = self
+        socket.send_fds(line, [" ".join((_REQUEST, *imports)).encode()], [*named, *others])
 
 
-def main(fd: int, *others: str) -> None:
-    """Serve the requests of a line until all who could ask are gone; import other modules, too, before."""
+def main(fd: int) -> None:
+    """Serve the requests of a line until all who could ask are gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides what Ctrl-C ends
     allow_interrupts()
     os.chdir(os.sep)  # torch does not compute in a folder that was deleted, and workers begin in that of the program
-    with contextlib.suppress(ImportError):  # which workers report
-        for name in others:
-            importlib.import_module(name)
-        importlib.import_module("rollwright._preload")  # last: it looks up where all modules lie
+    _import(["rollwright._processes.start.preload"])
     util._close_stdin()  # type: ignore[attr-defined]
-    gc.freeze()  # a collection in a forked process would look through what is imported, and so copy its pages
     with socket.socket(fileno=fd) as line:
         _Server(line).serve()
+
+
+def _import(names: Iterable[str]) -> None:
+    """Import modules once, so that forked processes need not."""
+    lacking = [name for name in names if name not in sys.modules]
+    if lacking:
+        with contextlib.suppress(ImportError):  # which workers report
+            for name in lacking:
+                importlib.import_module(name)
+            dumps(None)  # where all these modules lie is looked up once, and not by each process
+        gc.freeze()  # a collection in a forked process would look through what is imported, and so copy its pages
 
 
 def allow_interrupts() -> None:
@@ -99,7 +108,7 @@ class _Server:
                 self._reap()
             if self._line.fileno() not in ready:
                 continue
-            message, fds, flags, _ = socket.recv_fds(self._line, len(_REQUEST), MAX_FDS)
+            message, fds, flags, _ = socket.recv_fds(self._line, _LONGEST, MAX_FDS)
             if not message:
                 return
             for fd in fds:
@@ -107,7 +116,7 @@ class _Server:
             if flags & socket.MSG_CTRUNC:  # there is no room for the rest
                 self._send(fds[0], -errno.EMFILE)
             else:
-                self._fork(ForkRequest.of(fds))
+                self._fork(ForkRequest.of(message, fds))
             for fd in fds:
                 if fd not in self._statuses.values():
                     os.close(fd)
@@ -124,6 +133,7 @@ class _Server:
             forkserver.write_signed(to, number)
 
     def _fork(self, request: ForkRequest) -> None:
+        _import(request.imports)
         ends: tuple[int, ...] = ()
         try:
             reader, writer = ends = os.pipe()
@@ -139,14 +149,14 @@ class _Server:
         os.close(reader)
         self._statuses[pid] = request.status
         self._send(request.status, pid)
-        os.write(writer, _REQUEST)
+        os.write(writer, b"1")
         os.close(writer)
 
     def _become(self, request: ForkRequest, reader: int) -> None:
         """In the new process: do what it is for, and end."""
         status = 1
         try:
-            if not os.read(reader, len(_REQUEST)):
+            if not os.read(reader, 1):
                 return  # the server was killed before it was ready: another one will be asked
             os.close(reader)
             signal.set_wakeup_fd(-1)
@@ -154,8 +164,8 @@ class _Server:
             self._line.close()
             for fd in (self._ended, self._notes, *self._statuses.values()):
                 os.close(fd)
-            starting: Any = importlib.import_module("rollwright._processes.start.methods")
-            starting.use_server(request.line)
+            global line_of_fork
+            line_of_fork = request.line
             server: Any = forkserver._forkserver
             server._inherited_fds = list(request.others)  # where pickled descriptors are looked up
             status = run(request.data, request.lifeline, request.tracker)

@@ -11,7 +11,7 @@ from rollwright._memory import Segment
 from rollwright._processes.channel import Channel
 from rollwright._processes.child import STOPPED_S, Child
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.heartbeats import Heartbeats
+from rollwright._processes.health import Heartbeats
 from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.evaluation.episodes import (
     EpisodeRunner,
@@ -136,13 +136,13 @@ class ProcessBackend(Backend):
         return answer
 
     def _expect_answer(self) -> None:
-        self._pool.questions.open(_TICKET)
-        self._pool.questions.ask(_TICKET, _PLACE)
+        self._pool.calls.open(_TICKET)
+        self._pool.calls.ask(_TICKET, _PLACE)
 
     def _answer(self, waiting_for: str, silence_s: float) -> Any:
         """What the process answers; it is killed if it gives no sign of life."""
-        question, heartbeats = self._pool.questions[_TICKET], Heartbeats()
-        while question.due:
+        call, heartbeats = self._pool.calls[_TICKET], Heartbeats()
+        while call.due:
             if self._progress.stopped:
                 raise Stopped
             if self._pool.run_once(_NAP_S):
@@ -155,13 +155,13 @@ class ProcessBackend(Backend):
                     f"after {self._progress.frames} frames of this evaluation, and killed it. Look there for what "
                     "blocks, or raise env_step_timeout."
                 )
-        answer = question.answers.get(_PLACE)
+        answer = call.answers.get(_PLACE)
         if isinstance(answer, EvaluationFailed):
             raise answer.failure.error(_NAME)
-        if question.losses:
+        if call.losses:
             if self._progress.stopped:
                 raise Stopped
-            [(loss, _)] = question.losses.values()
+            [(loss, _)] = call.losses.values()
             if loss.failure is not None:
                 raise loss.failure.error(_NAME)
             raise WorkerError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue
 from rollwright._processes.connection import ExitReason
-from rollwright._processes.heartbeats import Heartbeats
+from rollwright._processes.health import Heartbeats
 from rollwright._processes.pool import Answer, Pool
 from rollwright._warnings import warn_user
 from rollwright.collectors.workers import messages as say
@@ -236,25 +236,25 @@ class WorkerGroup:
             WorkerError: one is gone for good; or, where all of them are to answer, one was replaced.
             TimeoutError: one does not answer.
         """
-        questions = self._pool.questions
+        calls = self._pool.calls
         with self.lock:
-            ticket = questions.open()
-            question = questions[ticket]
+            ticket = calls.open()
+            call = calls[ticket]
         try:
             with self.lock:
                 asked = {worker.index: worker.connection for worker in workers}
                 for worker, message in zip(workers, messages, strict=True):
-                    questions.ask(ticket, worker.index)
+                    calls.ask(ticket, worker.index)
                     worker.send(message(ticket), attention=True)
-            self._await_answers(question.due, what, timeout_s)
+            self._await_answers(call.due, what, timeout_s)
         finally:
             with self.lock:
-                questions.close(ticket)
-        there = [w for w in workers if w.index in question.answers and w.connection is asked[w.index] is not None]
+                calls.close(ticket)
+        there = [w for w in workers if w.index in call.answers and w.connection is asked[w.index] is not None]
         gone = [worker for worker in workers if worker not in there]
         if gone and (all_of_them or any(worker.error is not None for worker in gone)):
             raise gone[0].error or self.restarts.last_error(gone[0].index)
-        return {worker.index: question.answers[worker.index] for worker in there}
+        return {worker.index: call.answers[worker.index] for worker in there}
 
     def _await_answers(self, due: dict[int, Any], what: str, timeout_s: float | None) -> None:
         """Wait until none is due, as long as workers that are at work take steps."""

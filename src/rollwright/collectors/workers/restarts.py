@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rollwright._processes.restarts import RestartPolicy
+from rollwright._processes.health import RestartPolicy
 from rollwright.errors import ServiceLostError, WorkerError
 
 _ADVICE = (
@@ -19,7 +19,7 @@ class Restarts:
 
     Args:
         wanted: whether workers are replaced.
-        most: how often each, see :class:`~rollwright._processes.restarts.RestartPolicy`.
+        most: how often each, see :class:`~rollwright._processes.health.RestartPolicy`.
         delay_s: before the first.
         clock: seconds.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rollwright._memory import Segment
-from rollwright._processes.file_limit import raise_file_limit
+from rollwright._processes.files import raise_file_limit
 from rollwright._processes.pickling import dumps, dumps_by_name
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.counts import FrameCounts

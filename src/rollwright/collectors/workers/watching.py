@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from rollwright._processes.child import STOPPED_S
-from rollwright._processes.heartbeats import Heartbeats
+from rollwright._processes.health import Heartbeats
 from rollwright.collectors.workers.counters import BEAT_S, WorkerState
 from rollwright.collectors.workers.member import Member
 from rollwright.errors import WorkerError

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._processes.restarts import RestartPolicy
+from rollwright._processes.health import RestartPolicy
 from rollwright._tensors import device_of
 from rollwright.data.layout import DoneGroup, complete_done
 from rollwright.envs.arrays import Values

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.processes.forked import SERVED, forked
 
 from rollwright._memory.segment import Segment
-from rollwright._processes import file_locks
+from rollwright._processes import files
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.data.replay_buffers.ledger.layout import NUM_GAPS
 from rollwright.data.replay_buffers.ledger.ledger import Ledger
@@ -203,7 +203,7 @@ def test_closing_another_descriptor_of_the_lock_file_loses_no_reservation():
 
 
 def test_rows_that_were_given_up_meanwhile_are_not_lost_in_silence(monkeypatch):
-    monkeypatch.setattr(file_locks, "_are_lasting", lambda: False)  # as on other systems than Linux
+    monkeypatch.setattr(files, "_are_lasting", lambda: False)  # as on other systems than Linux
     ledger, _, lock = shared_ledger()
     mine, other = ledger.reserve(5), ledger.reserve(5)
     os.close(os.dup(lock.fd))

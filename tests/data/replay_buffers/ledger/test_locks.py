@@ -13,13 +13,13 @@ from tests.collectors.workers.processes import wait_until
 from tests.processes.forked import fork
 
 from rollwright._memory.segment import Segment
-from rollwright._processes import file_locks
+from rollwright._processes import files
 from rollwright.data.replay_buffers.ledger.locks import _READERS, RowLock
 
 LIMIT = 60.0
 
 pytestmark = pytest.mark.skipif(
-    not file_locks._are_lasting(), reason="two locks in one process stand for those of two, on Linux"
+    not files._are_lasting(), reason="two locks in one process stand for those of two, on Linux"
 )
 
 

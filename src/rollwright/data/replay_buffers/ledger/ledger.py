@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollwright._interrupts import uninterrupted
-from rollwright._processes.fences import fence
+from rollwright._memory import fence
 from rollwright.data.replay_buffers.ledger.gaps import NO_GAPS, Gaps
 from rollwright.data.replay_buffers.ledger.layout import (
     BASE,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from rollwright._interrupts import uninterrupted
 from rollwright._memory import Segment
-from rollwright._processes.file_locks import FileLocks
+from rollwright._processes.files import FileLocks
 from rollwright._processes.forks import on_fork
 
 _LONGEST_WAIT_S = 0.1

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.pool import Answer
-from rollwright._processes.questions import Question
+from rollwright._processes.pool import Answer, PendingCall
 from rollwright.envs.batched.hosting.messages import OutcomeStructure, Recreated, Reply, RowFailure
 from rollwright.envs.recreation.policy import RecreationPolicy
 
@@ -105,13 +104,13 @@ class Answers:
         """Whether a row has been served, though its process may be lost."""
         return bool(self.marks[row] == ticket)
 
-    def gathered(self, ticket: int, question: Question) -> Gathered:
+    def gathered(self, ticket: int, call: PendingCall) -> Gathered:
         """What has become of a command."""
         lost = []
-        for process, (loss, rows) in question.losses.items():
+        for process, (loss, rows) in call.losses.items():
             row = next((row for row in rows if not self.finished(ticket, row)), rows[-1])
             lost.append(LostProcess(process, row, rows, loss.how, loss.failure))
-        return Gathered(question.answers, lost)
+        return Gathered(call.answers, lost)
 
     def progress(self, process: int, rows: tuple[int, ...]) -> tuple[int, bytes]:
         """Changes with each answer of a process, and with each row that it finishes."""

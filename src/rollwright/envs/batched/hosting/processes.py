@@ -14,7 +14,7 @@ from rollwright._keys import NestedKey
 from rollwright._memory import Layout, Segment
 from rollwright._processes.channel import ByValue
 from rollwright._processes.child import STOPPED_S, Child
-from rollwright._processes.heartbeats import Heartbeats
+from rollwright._processes.health import Heartbeats
 from rollwright._processes.pool import Pool
 from rollwright.envs.batched.hosting.answers import Answers, Gathered
 from rollwright.envs.batched.hosting.host import DONE_ROWS, Hosted, serve_envs
@@ -139,7 +139,7 @@ class EnvProcesses:
     def start(self, processes: Iterable[int]) -> None:
         """Start processes, all at once, and wait until their environments are made."""
         processes = list(processes)
-        self._pool.questions.open(_START)
+        self._pool.calls.open(_START)
         for process in processes:
             self._make(process)
         gathered = self.gather(_START)
@@ -171,7 +171,7 @@ class EnvProcesses:
         with uninterrupted:
             self._pool.add(process, child)
             self._inputs.begin_anew(process)
-            self._pool.questions.ask(_START, process, rows)
+            self._pool.calls.ask(_START, process, rows)
             self._discarded.add(_START)
             if self._outcomes:
                 self._pool.send(process, SetLayout(0, self._outcomes))
@@ -195,7 +195,7 @@ class EnvProcesses:
         found = self._inputs.find(signature)
         if found is None:
             if self._inputs.is_full:
-                for ticket in self._pool.questions.tickets():
+                for ticket in self._pool.calls.tickets():
                     self._await(ticket)
             with uninterrupted:
                 if self._inputs.is_full:
@@ -232,7 +232,7 @@ class EnvProcesses:
         """
         self._settle()
         with uninterrupted:
-            ticket = self._pool.questions.open()
+            ticket = self._pool.calls.open()
             if not keeps:
                 self._discarded.add(ticket)
             for process, mine in self._share_out(rows).items():
@@ -240,11 +240,11 @@ class EnvProcesses:
                 if lay is not None:
                     self._pool.send(process, lay)
                 message = command(ticket, None if mine is self.rows[process] else mine, mine)
-                self._pool.questions.ask(ticket, process, mine)
+                self._pool.calls.ask(ticket, process, mine)
                 try:
                     self._pool.send(process, message)
                 except BaseException:  # it cannot be pickled, and was not sent
-                    self._pool.questions.withdraw(ticket, process)
+                    self._pool.calls.withdraw(ticket, process)
                     raise
         if not keeps:
             self.flush()
@@ -285,7 +285,7 @@ class EnvProcesses:
 
     def is_answered(self, ticket: int) -> bool:
         """Whether nothing is missing for :meth:`gather`."""
-        return not self._pool.questions[ticket].due
+        return not self._pool.calls[ticket].due
 
     def gather(self, ticket: int) -> Gathered:
         """Wait for the answers to a command, and take them.
@@ -296,10 +296,10 @@ class EnvProcesses:
         self._await(ticket)
         with uninterrupted:
             self._discarded.discard(ticket)
-            return self._answers.gathered(ticket, self._pool.questions.close(ticket))
+            return self._answers.gathered(ticket, self._pool.calls.close(ticket))
 
     def _await(self, ticket: int) -> None:
-        due = self._pool.questions[ticket].due
+        due = self._pool.calls[ticket].due
         limit_s = self._limit_s if ticket != _START else START_S
         heartbeats = Heartbeats()
         while due:
@@ -311,7 +311,7 @@ class EnvProcesses:
 
     def kill_late(self, ticket: int) -> None:
         """Kill the processes that have not answered a command, which took longer than the limit of a step."""
-        for process in list(self._pool.questions[ticket].due):
+        for process in list(self._pool.calls[ticket].due):
             self._kill(process, self._limit_s)
 
     def _kill(self, process: int, limit_s: float) -> None:
@@ -350,19 +350,19 @@ class EnvProcesses:
         """
         limit_s = CLOSE_S if limit_s is None else limit_s
         until = time.monotonic() + limit_s
-        questions = self._pool.questions
-        ticket = questions.open()
+        calls = self._pool.calls
+        ticket = calls.open()
         for process in self._pool.connections:
             with uninterrupted:
-                questions.ask(ticket, process)
+                calls.ask(ticket, process)
                 if limit_s:
                     self._pool.send(process, Close(ticket))
         ended = self._pool.end(lambda: until, hang_up=not limit_s)
-        question = questions.close(ticket)
-        return self._answers.gathered(ticket, question).raised, [
+        call = calls.close(ticket)
+        return self._answers.gathered(ticket, call).raised, [
             f"the process of environments {list(self.rows[process])} was {end.how}"
             for process, end in ended.items()
-            if limit_s and process in question.due and end.how != "ended"
+            if limit_s and process in call.due and end.how != "ended"
         ]
 
     def pids(self) -> list[int | None]:

@@ -1,4 +1,4 @@
-"""Modules that the fork server imports once, so that forked processes need not.
+"""What the fork server imports before all else, so that forked processes need not.
 
 While tensordict is imported, it marks a few functions for ``torch.compile``, and that imports the whole compiler, which
 takes longer than all the rest. Here they are marked when the compiler is imported, if it ever is.
@@ -72,10 +72,3 @@ import gymnasium  # noqa: E402, F401
 import numpy.ma  # noqa: E402, F401  # by functions of numpy when they are called
 import torch.utils._device  # noqa: E402
 import torch.utils.serialization  # noqa: E402
-
-import rollwright.collectors  # noqa: E402
-import rollwright.data  # noqa: E402
-import rollwright.envs  # noqa: E402, F401
-from rollwright._processes import pickling  # noqa: E402
-
-pickling.dumps(None)  # where all these modules lie is looked up once, and not by each process
