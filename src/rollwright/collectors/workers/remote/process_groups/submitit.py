@@ -7,6 +7,8 @@ from typing import Literal
 
 from rollwright.collectors.workers.remote import distributed
 
+transport = distributed.transport
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(distributed.Options):
