@@ -95,44 +95,31 @@ class EpisodeStats:
         """Count the frames of one batch.
 
         Args:
-            rewards: float ``[env, T]``.
-            ended: bool ``[env, T]``, the last frame of an episode.
+            rewards: float ``[env, T]``, array or tensor; of those on a device, only what is noted is read.
+            ended: bool ``[env, T]``, the last frame of an episode, likewise.
             were_reset: bool ``[env]``, environments that were reset between the last batch and this one without
                 having ended.
         """
-        rewards, ended = np.asarray(rewards), np.asarray(ended)
         num_envs, steps = rewards.shape
+        at, at_end, total = _sums(rewards, ended)
         if self._open_return is None or self._open_length is None:
             self._open_return = np.zeros(num_envs)
             self._open_length = np.zeros(num_envs, dtype=np.int64)
         self._open_return[were_reset] = 0.0
         self._open_length[were_reset] = 0
-        at = np.flatnonzero(ended)
-        opened, so_far = self._open_return, self._open_length
+        env, t = np.divmod(at, steps)
+        returns, lengths = at_end + self._open_return[env], t + 1 + self._open_length[env]
+        self._open_return += total
+        self._open_length += steps
         if len(at):
-            env, t = np.divmod(at, steps)
-            last = np.append(env[1:] != env[:-1], True)  # of its environment
-            rows = env[last]  # in which something has ended: often few of many
-            first = np.append(True, last[:-1])
-            # Of each end, where its episode begins among the frames of these rows, and the first frame after it.
-            span = np.empty((len(at), 2), np.int64)
-            begun = (first.cumsum() - 1) * steps
-            span[:, 1] = begun + t + 1
-            span[1:, 0] = span[:-1, 1]
-            span[first, 0] = begun[first]
-            frames = np.append(rewards[rows].astype(np.float64), 0.0)
-            sums = np.add.reduceat(frames, span.reshape(-1)).reshape(span.shape)
-            returns, lengths = sums[:, 0], span[:, 1] - span[:, 0]
-            returns[first] += opened[rows]
-            lengths[first] += so_far[rows]
+            more = np.flatnonzero(env[1:] == env[:-1]) + 1  # ends after another one in the same environment
+            returns[more], lengths[more] = at_end[more] - at_end[more - 1], t[more] - t[more - 1]
+            last = np.append(env[1:] != env[:-1], True)
+            self._open_return[env[last]], self._open_length[env[last]] = (
+                (total[env] - at_end)[last],
+                steps - 1 - t[last],
+            )
             self._note(returns, lengths, t + 1, steps)
-            rest = steps - 1 - t[last]
-            tail = np.where(rest, sums[last, 1], 0.0)
-        if not len(at) or len(rows) < num_envs:
-            opened += np.add.reduceat(rewards.reshape(-1), np.arange(num_envs) * steps, dtype=np.float64)
-            so_far += steps
-        if len(at):
-            opened[rows], so_far[rows] = tail, rest
 
     def _note(self, returns: Any, lengths: Any, taken: Any, steps: int) -> None:
         """Episodes that ended in a batch of ``steps`` steps, each after so many of them."""
@@ -164,7 +151,11 @@ class EpisodeStats:
             rows = reward.detach().reshape(*batch.batch_size, -1)
             rows = rows.squeeze(-1) if rows.shape[-1] == 1 else rows.sum(-1, dtype=torch.float64)
             rows = rows.float() if rows.dtype == torch.bfloat16 else rows
-        self.update(rows.reshape(-1, steps).cpu().numpy(), ended.reshape(-1, steps).cpu().numpy(), were_reset)
+        rows, marks = rows.reshape(-1, steps), ended.reshape(-1, steps)
+        if rows.is_cpu or rows.device != marks.device:
+            self.update(rows.cpu().numpy(), marks.cpu().numpy(), were_reset)
+        else:
+            self.update(rows, marks, were_reset)
 
     def copy(self) -> EpisodeStats:
         """The same, which further episodes do not change."""
@@ -221,3 +212,14 @@ class EpisodeStats:
             "mean_length": float(np.mean(lengths)) if lengths else None,
             "last_return": returns[-1] if returns else None,
         }
+
+
+def _sums(rewards: Any, ended: Any) -> tuple[Any, Any, Any]:
+    """Where episodes end among the flattened frames, the sum of rewards of a row until then, and that of each row."""
+    if isinstance(rewards, torch.Tensor):
+        sums = rewards.cumsum(1, dtype=torch.float64)
+        marks = ended.reshape(-1).nonzero().squeeze(1)
+        at, at_end, total = (found.cpu().numpy() for found in (marks, sums.reshape(-1)[marks], sums[:, -1]))
+        return at, at_end, total
+    so_far, places = np.cumsum(rewards, 1, dtype=np.float64), np.flatnonzero(ended)
+    return places, so_far.reshape(-1)[places], so_far[:, -1]

@@ -37,26 +37,18 @@ class Rows:
     Args:
         block: the memory of the batch.
         time: its dimension of time.
-        keys: of values, and of the entries that they are written into.
-        reads: whether the host may see the values: on the CPU they are written as arrays then.
+        keys: of values, and of the entries that they are written into; those that the batch leaves out are passed over.
     """
 
-    def __init__(
-        self, block: BatchMemory, time: int, keys: Iterable[tuple[NestedKey, NestedKey]], *, reads: bool
-    ) -> None:
-        self._arrays, self._tensors = [], []
-        for key, at in keys:
-            if reads and block.has_rows(at):
-                self._arrays.append((key, block.rows(at)))  # half of what a copy of tensors costs
-            elif at in block.memory:
-                self._tensors.append((key, block.memory[at].movedim(time, 0)))
+    def __init__(self, block: BatchMemory, time: int, keys: Iterable[tuple[NestedKey, NestedKey]]) -> None:
+        kept = [(key, block.memory[at]) for key, at in keys if at in block.memory]
+        self._keys = [key for key, _ in kept]
+        self._rows = list(zip(*(memory.unbind(time) for _, memory in kept), strict=True))
 
     def write(self, t: int, values: Mapping[NestedKey, Tensor]) -> None:
-        """Copy the values of time ``t``."""
-        for key, rows in self._arrays:
-            rows[t] = values[key].numpy()
-        for key, memory in self._tensors:
-            memory[t] = values[key]
+        """Copy the values of time ``t``, in one call."""
+        if self._keys:
+            torch._foreach_copy_(self._rows[t], [values[key] for key in self._keys])
 
 
 class TensorPath(Path):
@@ -415,10 +407,9 @@ class TensorPath(Path):
         flags = set(self._no_flags) if self._resets else set()  # are False: what ended was reset
         fixed = [key for key in of_root if key not in flags and key not in self._changed]
         written = [(key, key) for key in [*acts, *self._changed]]
-        reads = not env.by_mask
-        self._root_rows = Rows(block, time, zip(fixed, fixed, strict=True), reads=reads)
-        self._act_rows = Rows(block, time, written, reads=reads)
-        self._out_rows = Rows(block, time, [(key, below_next(key)) for key in self._out], reads=reads)
+        self._root_rows = Rows(block, time, zip(fixed, fixed, strict=True))
+        self._act_rows = Rows(block, time, written)
+        self._out_rows = Rows(block, time, [(key, below_next(key)) for key in self._out])
         for key in [*flags, *blanks]:
             if key in memory:
                 memory[key].zero_()
