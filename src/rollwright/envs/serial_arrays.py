@@ -6,32 +6,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
 from rollwright.envs.arrays import (
-    FLAGS,
     STEPPED,
-    ArrayEnv,
     Entry,
     Rows,
     UnfitOutcome,
     Values,
     array_form,
-    check_flags,
     check_open,
     refuse_overrides,
 )
+from rollwright.envs.batched.batch_arrays import ArrayFacts, BatchArrays, blank
 from rollwright.envs.each import own_kwargs
-from rollwright.envs.on_arrays.tensordicts import as_tensordict
 from rollwright.errors import EnvError, NotNative
 
 if TYPE_CHECKING:
     from rollwright.envs.serial import SerialEnv
 
 
-class SerialArrays(ArrayEnv):
+class SerialArrays(BatchArrays):
     """The array form of a :class:`SerialEnv`: environments on arrays that are stepped in turn, one a row.
 
     Raises:
@@ -42,22 +37,9 @@ class SerialArrays(ArrayEnv):
         refuse_overrides(env, known)
         self._env, self._openings = env, env.openings
         self._parts = [array_form(part, unfit=True) for part in env.known_parts()]
-        first = self._parts[0]
-        if any(_facts(part) != _facts(first) for part in self._parts):
-            raise NotNative("its environments differ in their entries")
-        self.batch = (len(self._parts), *first.batch)
-        self.entries, self.rewards = self._widened(first.entries), self._widened(first.rewards)
-        self.reads, self.nests, self.flags = first.reads, first.nests, self._widened(first.flags)
-        self.root_flags, self.done_follows, self.may_be_unfit = first.root_flags, first.done_follows, first.may_be_unfit
-        check_flags(env, self.flags, lacks_truncated=len(self.root_flags) < len(FLAGS))
-        self._in_turn = first.in_turn(self._parts, env.named_error)
+        self._describe(env, [ArrayFacts.of(part) for part in self._parts], len(self._parts), below=True)
+        self._in_turn = self._parts[0].in_turn(self._parts, env.named_error)
         self._last: Values = {}  # outcomes of the step before
-        self.on_tensordicts, self.held_back = first.on_tensordicts, first.held_back
-        self._outcome = {**self.carried, **self.rewards, **_flags(FLAGS, self.batch)}
-
-    def _widened(self, entries: Mapping[NestedKey, Entry]) -> dict[NestedKey, Entry]:
-        workers = self.batch[0]
-        return {key: Entry((workers, *shape), dtype, column) for key, (shape, dtype, column) in entries.items()}
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
@@ -78,7 +60,7 @@ class SerialArrays(ArrayEnv):
                 self._last = dict(stepped)
                 return stepped
             taken = stepped
-        out: Values = _blank(self._outcome)
+        out: Values = blank({**self._outcome_forms, "truncated": self._outcome_forms["done"]})
         unfit: dict[int, UnfitOutcome] = {}
         if self.may_be_unfit:  # which may change what the policy has written
             out.update({key: value.copy() for key, value in preset.items() if key not in out})
@@ -104,8 +86,7 @@ class SerialArrays(ArrayEnv):
                 if key in out:
                     out[key][i] = value
         if unfit:
-            rows = self._rows_of(out, range(len(self._parts)), unfit)
-            raise UnfitOutcome(_reason(unfit), self._env.joined("step", rows))
+            raise self._unfit(self._env, "step", out, range(len(self._parts)), unfit)
         self._last = dict(out)
         return out
 
@@ -119,26 +100,6 @@ class SerialArrays(ArrayEnv):
         for part in self._parts:
             part.see_roots(of_one)
 
-    def _rows_of(
-        self, values: Values, places: Sequence[int], unfit: Mapping[int, UnfitOutcome]
-    ) -> list[TensorDictBase]:
-        """An outcome of which some rows do not fit arrays.
-
-        Args:
-            values: of the rows that fit.
-            places: that hold something; the others have a copy of the first of them.
-            unfit: what the rows at some places are.
-        """
-        part = self._parts[0]
-        flags = _flags(part.root_flags, part.batch)
-        values = {key: value for key, value in values.items() if key not in FLAGS or key in flags}
-        forms = {**part.carried, **part.rewards, **flags}
-        rows: dict[int, TensorDictBase] = {i: found.outcome for i, found in unfit.items()}
-        for i in set(places) - rows.keys():
-            mine = {key: np.array(value[i, ...]) for key, value in values.items()}
-            rows[i] = as_tensordict(mine, forms, torch.Size(part.batch), None)
-        return [rows[i] if i in rows else rows[places[0]].clone() for i in range(len(self._parts))]
-
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
         return self._reset(rows, None, kwargs)
@@ -150,7 +111,7 @@ class SerialArrays(ArrayEnv):
     def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:
         check_open(self._env, "reset")
         self._env.seed_for_reset(kwargs)
-        out, blank = _blank(self.carried), rows is not None
+        out, is_first = blank(self.carried), rows is not None
         unfit: dict[int, UnfitOutcome] = {}
         places = range(len(self._parts)) if rows is None else _marked(rows)
         for i in places:
@@ -167,37 +128,16 @@ class SerialArrays(ArrayEnv):
             except EnvError as error:
                 raise self._env.named_error(i, error) from error
             for key, memory in out.items():
-                memory[slice(None) if blank else i] = fresh[key]  # the others are not read, and hold nothing by chance
-            blank = False
+                memory[slice(None) if is_first else i] = fresh[
+                    key
+                ]  # the others are not read, and hold nothing by chance
+            is_first = False
         if unfit:
-            off: Any = np.zeros(self.batch, np.bool_)
-            fresh = self._rows_of({**out, **dict.fromkeys(FLAGS, off)}, places, unfit)
-            raise UnfitOutcome(_reason(unfit), self._env.joined("reset", fresh, whole=root is None))
+            raise self._unfit(self._env, "reset", out, places, unfit, whole=root is None)
         return out
-
-
-def _reason(unfit: Mapping[int, UnfitOutcome]) -> str:
-    return str(next(iter(unfit.values())))
-
-
-def _flags(names: Sequence[str], batch: tuple[int, ...]) -> dict[NestedKey, Entry]:
-    return {name: Entry((*batch, 1), np.dtype(np.bool_), True) for name in names}
-
-
-def _facts(form: ArrayEnv) -> tuple[Any, ...]:
-    """What the environments of a batch have in common."""
-    entries = form.entries, form.rewards, form.reads, dict(form.flags), dict(form.nests)
-    return *entries, form.root_flags, form.done_follows, form.may_be_unfit
 
 
 def _marked(rows: Rows) -> list[int]:
     """The environments of which a row, or a part of it, is marked."""
     marked: list[int] = np.flatnonzero(rows if rows.ndim == 1 else rows.reshape(len(rows), -1).any(-1)).tolist()
     return marked
-
-
-def _blank(entries: dict[NestedKey, Entry]) -> Values:
-    """New arrays, their content left open."""
-    return {
-        key: np.empty(entry.shape[:-1] if entry.column else entry.shape, entry.dtype) for key, entry in entries.items()
-    }

@@ -183,23 +183,19 @@ class BatchedEnv(EnvBase):
             return cast(TensorDictBase, LazyStackedTensorDict.lazy_stack(rows, 0))
         return cast(TensorDictBase, torch.stack(rows, 0))  # type: ignore[arg-type]
 
-    def completed(self, call: str, join: Callable[[], TensorDictBase], *, whole: bool = False) -> TensorDictBase:
-        """What ``step_outcome`` or ``reset_outcome`` returns, by ``call``, where ``join`` returns what came of it.
+    def joined(self, call: str, rows: Sequence[TensorDictBase], *, whole: bool = False) -> TensorDictBase:
+        """What ``step_outcome`` or ``reset_outcome`` returns, where ``rows`` are what the environments' have returned.
 
         Args:
             call: ``"step"`` or ``"reset"``.
-            join: makes one TensorDict of what the environments returned.
+            rows: of all environments; those that were not reset hold anything.
             whole: whether nothing was given to the reset.
         """
         with self._named_errors(call):
-            outcome = join()
+            outcome = self._stack(rows)
         if call == "step":
             return complete_step(self, outcome.empty(), outcome)
         return complete_reset(self, None if whole else outcome.empty(), outcome)
-
-    def joined(self, call: str, rows: Sequence[TensorDictBase], *, whole: bool = False) -> TensorDictBase:
-        """:meth:`completed` of one TensorDict for each environment."""
-        return self.completed(call, lambda: self._stack(rows), whole=whole)
 
     def named_error(self, worker: int, error: RollwrightError) -> RollwrightError:
         """What the environment of a worker raised, with the worker's place in front."""

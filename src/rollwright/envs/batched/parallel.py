@@ -207,16 +207,6 @@ class ParallelEnv(RemoteEnvs):
         self._end(out, missed)
         return placed(out, self.device)
 
-    def joined_step(
-        self, root: TensorDictBase, marks: Sequence[bool] | None, rest: dict[int, TensorDictBase], missed: Missed
-    ) -> TensorDictBase:
-        """What :meth:`step_outcome` returns of a step that was taken on arrays, where rows hold something else."""
-        return self.completed("step", lambda: self._joined(root, marks, rest, missed))
-
-    def joined_reset(self, marked: Sequence[int], rest: dict[int, TensorDictBase], *, whole: bool) -> TensorDictBase:
-        """What :meth:`reset_outcome` returns of such a reset; ``whole``: nothing was given to it."""
-        return self.completed("reset", lambda: self._joined_reset(marked, rest), whole=whole)
-
     def _repeat(self, out: TensorDictBase, root: TensorDictBase, row: int) -> None:
         """Let a row of an outcome, which is none, mean that nothing has changed."""
         for key in self.observation_keys:

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from tensordict import TensorDictBase
 
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue
 from rollwright.envs.arrays import (
-    FLAGS,
     STEPPED,
     ArrayEnv,
     Entry,
     Rows,
     UnfitOutcome,
     Values,
-    check_flags,
     check_open,
     refuse_overrides,
     works_on_tensordicts,
 )
+from rollwright.envs.batched.batch_arrays import ArrayFacts, BatchArrays
 from rollwright.envs.batched.hosting import calls
 from rollwright.envs.batched.hosting.answers import Gathered
-from rollwright.envs.batched.hosting.calls import ArrayFacts
 from rollwright.envs.batched.hosting.messages import AHEAD, ResetArrays, Some, StepArrays
 from rollwright.envs.batched.hosting.rows import HostedRows
-from rollwright.envs.on_arrays.tensordicts import as_tensordict
-from rollwright.envs.recreation.rows import Missed, end_array_rows
+from rollwright.envs.recreation.rows import end_array_rows
 from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
@@ -41,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["ParallelArrays"]
 
 
-class ParallelArrays(ArrayEnv):
+class ParallelArrays(BatchArrays):
     """The array form of a :class:`ParallelEnv`, or of a range of its environments.
 
     :meth:`send` and :meth:`receive` are the halves of a step; between them the environments work, and the other
@@ -54,38 +50,25 @@ class ParallelArrays(ArrayEnv):
     def __init__(self, env: ParallelEnv, hosted: HostedRows, known: type[ParallelEnv]) -> None:
         refuse_overrides(env, known)
         facts: list[ArrayFacts] = list(hosted.call(calls.array_facts).values())
-        if any(each != facts[0] for each in facts):
-            raise NotNative("its environments differ in their entries")
-        check_flags(env, lacks_truncated=len(facts[0].root_flags) < len(FLAGS))
         hosted.roots = None  # the environments have new forms
-        self._view(env, hosted, range(env.num_workers), facts[0])
+        self._view(env, hosted, range(env.num_workers), facts)
 
     @classmethod
-    def _group(cls, env: ParallelEnv, hosted: HostedRows, rows: range, facts: ArrayFacts) -> Self:
+    def _group(cls, env: ParallelEnv, hosted: HostedRows, rows: range, facts: list[ArrayFacts]) -> Self:
         self = cls.__new__(cls)
         self._view(env, hosted, rows, facts)
         return self
 
-    def _view(self, env: ParallelEnv, hosted: HostedRows, rows: range, facts: ArrayFacts) -> None:
-        self._env, self._hosted, self._rows, self._facts = env, hosted, rows, facts
-        self.batch = (len(rows), *self._env.batch_size[1:])
-        self.entries, self.rewards = self._widened(facts.entries), self._widened(facts.rewards)
-        self.reads, self.root_flags, self.done_follows = facts.reads, facts.root_flags, facts.done_follows
-        self.may_be_unfit, self.held_back = facts.may_be_unfit, facts.held_back
-        self.on_tensordicts = facts.on_tensordicts
+    def _view(self, env: ParallelEnv, hosted: HostedRows, rows: range, facts: list[ArrayFacts]) -> None:
+        self._env, self._hosted, self._rows = env, hosted, rows
+        self._describe(env, facts, len(rows), below=False)
         self._forms: dict[NestedKey, Entry] = {}  # of roots
-        flag = Entry((*self.batch, 1), np.dtype(np.bool_), True)
         shared = hosted.outcomes.shared.arrays
         here = slice(rows.start, rows.stop)
-        outcome = {
-            **self.entries,
-            **self.rewards,
-            **dict.fromkeys(cast("tuple[NestedKey, ...]", self.root_flags), flag),
-        }
         self._outcome: dict[NestedKey, NDArray[Any]] = {
-            key: shared[key][here, ..., 0] if entry.column else shared[key][here] for key, entry in outcome.items()
+            key: shared[key][here, ..., 0] if entry.column else shared[key][here]
+            for key, entry in self._outcome_forms.items()
         }
-        self._signatures: dict[Any, Any] = {}
         self._first = {
             key: shared[AHEAD, *as_tuple(key)][here, ..., 0] if entry.column else shared[AHEAD, *as_tuple(key)][here]
             for key, entry in self.entries.items()
@@ -98,11 +81,6 @@ class ParallelArrays(ArrayEnv):
         self._root: Values = {}
         self._preset: Values = {}
         self._stepped: list[bool] | None = None
-
-    def _widened(self, entries: dict[NestedKey, Entry]) -> dict[NestedKey, Entry]:
-        return {
-            key: Entry((len(self._rows), *entry.shape), entry.dtype, entry.column) for key, entry in entries.items()
-        }
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
@@ -121,7 +99,7 @@ class ParallelArrays(ArrayEnv):
             raise NotNative(f"it has {count} environments, which do not make {number} groups")
         edges = [self._rows.start + count * i // number for i in range(number + 1)]
         return [
-            self._group(self._env, self._hosted, range(start, stop), self._facts) for start, stop in pairwise(edges)
+            self._group(self._env, self._hosted, range(start, stop), [self._facts]) for start, stop in pairwise(edges)
         ]
 
     # Steps --------------------------------------------------------------------------------------
@@ -187,32 +165,32 @@ class ParallelArrays(ArrayEnv):
         """See :meth:`ArrayEnv.receive`."""
         ticket, self._ticket = self._ticket, None
         gathered, missed = self._hosted.receive_step(self._env, ticket)
-        if unfit := gathered.unfit:
-            raise self._unfit_step(unfit, gathered, missed)
+        unfit = self._unfit_rows("step", [gathered])
         out = {key: value.copy() for key, value in self._outcome.items()}
         if "truncated" not in out:
             out["truncated"] = np.zeros(self.batch, np.bool_)
         self._ended = out["done"].copy() if self.resets_ahead and out["done"].any() else None
-        if missed.failed or missed.cut or self._due:
-            self._forget([row - self._rows.start for row in missed.failed | missed.cut | self._due])
-            self._repeat(out, [row - self._rows.start for row in missed.failed | self._due])
-            end_array_rows(out, [row - self._rows.start for row in missed.cut], failed=False)
+        failed, cut = missed.failed | self._due, missed.cut
+        if unfit:  # what rows of lost processes hold may be what does not fit
+            failed, cut = failed | cut, frozenset()
+        if failed or cut:
+            self._forget([row - self._rows.start for row in failed | cut])
+            self._repeat(out, [row - self._rows.start for row in failed])
+            end_array_rows(out, [row - self._rows.start for row in cut], failed=False)
+        if unfit:
+            raise self._unfit(self._env, "step", {**out, **self._preset}, self._rows, unfit)
         self._root = {}
         return out
 
-    def _unfit_step(self, unfit: Mapping[int, str], gathered: Gathered, missed: Missed) -> UnfitOutcome:
-        """The outcome of a step of which some rows do not fit arrays."""
-        env, size = self._env, self._env.batch_size
-        rest = self._hosted.outcomes.beside(gathered.replies.values())
-        shown = self._hosted.outcomes.row("step", next(iter(unfit)), rest)
-        own = {**self.entries, **self.rewards}
-        beside = [key for key in self._preset if key not in own and shown.get(key, None) is not None]
-        if beside:  # returned by all of them, and sent back by those that do not fit
-            for row in set(self._rows) - unfit.keys():
-                mine = {key: np.array(self._preset[key][row]) for key in beside}
-                rest[row] = as_tensordict(mine, {}, size[1:], None)
-        root = as_tensordict(self._root, self._forms, size, env.device)
-        return UnfitOutcome(next(iter(unfit.values())), env.joined_step(root, self._stepped, rest, missed))
+    def _unfit_rows(self, call: str, gathered: Sequence[Gathered]) -> dict[int, UnfitOutcome]:
+        """By row: what does not fit arrays."""
+        unfit: dict[int, UnfitOutcome] = {}
+        for each in gathered:
+            if reasons := each.unfit:
+                rest = self._hosted.outcomes.beside(each.replies.values())
+                rows = {row: self._hosted.outcomes.row(call, row, rest) for row in reasons}
+                unfit.update((row, UnfitOutcome(reasons[row], td)) for row, td in rows.items())
+        return unfit
 
     def _forget(self, rows: list[int]) -> None:
         """These have new environments, which were not reset ahead."""
@@ -274,11 +252,7 @@ class ParallelArrays(ArrayEnv):
             own = {row: masks[row] for row in mine if masks}
             return ResetArrays(ticket, some, rows is not None, own, packed, root is not None, layout)
 
-        unfit: dict[int, str] = {}
-        rest: dict[int, TensorDictBase] = {}
-        for gathered in self._hosted.reset(command, marked, layout):
-            unfit.update(gathered.unfit)
-            rest.update(self._hosted.outcomes.beside(gathered.replies.values()))
+        unfit = self._unfit_rows("reset", list(self._hosted.reset(command, marked, layout)))
         if unfit:
-            reason = unfit[min(unfit)]
-            raise UnfitOutcome(reason, self._env.joined_reset(marked, rest, whole=root is None))
+            values = {key: self._outcome[key] for key in self.entries}
+            raise self._unfit(self._env, "reset", values, marked, unfit, whole=root is None)

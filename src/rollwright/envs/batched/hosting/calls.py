@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -14,6 +14,7 @@ import torch
 from rollwright._keys import NestedKey
 from rollwright.data.specs import Composite
 from rollwright.envs.arrays import Entry
+from rollwright.envs.batched.batch_arrays import ArrayFacts
 from rollwright.envs.batched.hosting.host import Hosted
 
 __all__ = [
@@ -65,19 +66,6 @@ class EnvFacts(NamedTuple):
         return cast(Composite, getattr(self, f"full_{name}_spec"))
 
 
-class ArrayFacts(NamedTuple):
-    """A description of an array form; see :class:`~rollwright.envs.arrays.ArrayEnv`."""
-
-    entries: dict[NestedKey, Entry]
-    rewards: dict[NestedKey, Entry]
-    reads: list[NestedKey]
-    root_flags: tuple[str, ...]
-    done_follows: bool
-    may_be_unfit: bool
-    on_tensordicts: Sequence[str]
-    held_back: str
-
-
 def describe(hosted: Hosted) -> EnvFacts:
     """What is to be known of an environment."""
     env = hosted.env
@@ -96,10 +84,7 @@ def describe(hosted: Hosted) -> EnvFacts:
 
 def array_facts(hosted: Hosted) -> ArrayFacts:
     """Make the array form; raises ``NotNative`` where there is none."""
-    form = hosted.array_form(rebuild=True)
-    entries = form.entries, form.rewards, form.reads
-    flags = form.root_flags, form.done_follows, form.may_be_unfit
-    return ArrayFacts(*entries, *flags, list(form.on_tensordicts), form.held_back)
+    return ArrayFacts.of(hosted.array_form(rebuild=True))
 
 
 def check_arrays(hosted: Hosted) -> None:

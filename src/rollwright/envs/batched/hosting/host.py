@@ -23,7 +23,7 @@ from rollwright.data.specs import Composite
 from rollwright.data.specs.discrete import DiscreteSpec, choices
 from rollwright.envs.arrays import FLAGS, ArrayEnv, UnfitOutcome, array_form
 from rollwright.envs.base import EnvBase
-from rollwright.envs.batched.hosting.array_outcomes import check_presets, structure_of
+from rollwright.envs.batched.batch_arrays import check_presets
 from rollwright.envs.batched.hosting.messages import (
     AHEAD,
     CallFunction,
@@ -211,8 +211,6 @@ class _Host:
                 self._finished[row] = command.ticket
                 return
             self._write(hosted, outcome)
-            if form.may_be_unfit:
-                self._note("step", row, structure_of(form, {**form.carried, **form.rewards}))
             self._finished[row] = command.ticket
             if command.ahead and np.any(outcome["done"]):
                 ended[row] = np.asarray(outcome["done"])
@@ -246,9 +244,6 @@ class _Host:
                 self._put_unfit("reset", row, found)
             else:
                 self._write(hosted, fresh)
-                if form.may_be_unfit:
-                    self._write(hosted, dict.fromkeys(cast("tuple[NestedKey, ...]", form.root_flags), False))
-                    self._note("reset", row, structure_of(form, form.carried))
             self._finished[row] = command.ticket
 
         for hosted in self._hosted(command.rows):
