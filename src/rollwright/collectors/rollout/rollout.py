@@ -582,11 +582,14 @@ class Rollout:
         if self.env.is_closed:
             self.env.reopen()
         self._check_path()
+        known = getattr(self.env, "returns_tensors", None)
         with torch.no_grad():
             try:
                 self._path.reset(**kwargs)
             except UnfitOutcome as found:
                 self._go_plain_at_reset(found).take_reset(None, found.outcome)
+        if getattr(self.env, "returns_tensors", None) != known:  # the first reset has shown it
+            self.choose_path_again()
         self._env_uses = None
         self._reset_envs[:] = True
         if self._unused_ids is None:  # ids of trajectories that never took a step are used again

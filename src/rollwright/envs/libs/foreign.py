@@ -18,6 +18,7 @@ from rollwright.envs.libs.dm_control import DMControlWrapper
 from rollwright.envs.libs.gym import GymEnv, GymWrapper
 from rollwright.envs.libs.pettingzoo import PettingZooWrapper
 from rollwright.envs.libs.torchrl import TorchRLWrapper
+from rollwright.envs.libs.vector.batched import BatchedEnv, is_batched
 from rollwright.envs.libs.vmas import VmasWrapper
 
 __all__ = ["as_env", "as_maker", "check_maker", "is_around", "is_env", "makers_in", "remedy_for"]
@@ -40,7 +41,7 @@ class _Library(NamedTuple):
 
 
 def _is_gymnasium_env(thing: Any) -> bool:
-    return isinstance(thing, (gymnasium.Env, VectorEnv))
+    return isinstance(thing, (gymnasium.Env, VectorEnv)) or is_batched(thing)
 
 
 def _wrap_pettingzoo(env: Any) -> EnvBase:
@@ -149,7 +150,11 @@ def is_around(env: Any, given: Any) -> bool:
     """Whether ``env`` is what was given, or what :func:`as_env` has made of it."""
     if env is given:
         return True
-    return any(isinstance(env, library.wrapper) and getattr(env, library.inside) is given for library in _LIBRARIES)
+    for library in _LIBRARIES:
+        if isinstance(env, library.wrapper):
+            inside = getattr(env, library.inside)
+            return given is (inside.env if isinstance(inside, BatchedEnv) and given is not inside else inside)
+    return False
 
 
 def remedy_for(thing: Any) -> str:

@@ -27,10 +27,11 @@ from rollwright.envs.libs.backend import gym_backend, set_gym_backend
 from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, leaves_of, spec_of
 from rollwright.envs.libs.keywords import GymKeywords
 from rollwright.envs.libs.library import LibraryEnv
+from rollwright.envs.libs.vector.batched import BatchedEnv, is_batched
 from rollwright.envs.libs.vector.episodes import Readers, VectorEpisodes
-from rollwright.envs.libs.vector.tensors import device_of_env, gym_tensors
+from rollwright.envs.libs.vector.tensors import VectorTensors, copies_of, device_of_env, gym_tensors
 from rollwright.envs.own.tensors import OwnTensors
-from rollwright.errors import EnvError, EnvKeyError, SpecError
+from rollwright.errors import EnvError, EnvKeyError, NotNative, SpecError
 
 __all__ = [
     "BaseInfoDictReader",
@@ -113,6 +114,7 @@ class GymWrapper(InfoReadingEnv):
         run_type_checks: bool = False,
         policy: Callable[..., Any] | None = None,
     ) -> None:
+        env = BatchedEnv(env) if is_batched(env) else env
         if not isinstance(env, (gymnasium.Env, VectorEnv)):
             raise TypeError(
                 f"env: expected a gymnasium.Env or gymnasium.vector.VectorEnv, got {class_path(env)}. "
@@ -149,6 +151,7 @@ class GymWrapper(InfoReadingEnv):
         self._env: Any = env
         self.returns_tensors = named is not None
         self._episodes = VectorEpisodes(env) if isinstance(env, VectorEnv) else None
+        self._vector: VectorTensors | None = None
         self._seeds: Seeds | None = None
         self._shape = batch
         observations = leaves_of(seen, root, categorical)
@@ -171,11 +174,15 @@ class GymWrapper(InfoReadingEnv):
         self.reward_spec = Unbounded((*batch, 1), device=self.device or "cpu", dtype=reward_dtype)
         flag = Categorical(2, shape=(*batch, 1), dtype=torch.bool, device=self.device or "cpu")
         self.done_spec = Composite(done=flag, terminated=flag, truncated=flag, shape=batch)
+        if (on_tensors := self._on_tensors()) is not None and on_tensors.marks_missing:
+            self.observation_spec["observation_missing"] = flag
 
     # Stepping ---------------------------------------------------------------------------------
 
     def step_values(self, given: TensorDictBase | Values) -> Values:
-        """Act, by the actions among ``given``; the content of ``"next"`` as arrays."""
+        """Act, by the actions among ``given``; the content of ``"next"`` as arrays, or as :meth:`on_tensors` has it."""
+        if isinstance(given, TensorDictBase) and (vector := self._on_tensors()) is not None:
+            return vector.step_alone(given)
         try:
             action = self._act(given)
         except SpecError as error:
@@ -205,12 +212,24 @@ class GymWrapper(InfoReadingEnv):
         """What converts the actions of ``num_rows`` single environments like this one."""
         return ActionWriter(self._act.space, self._actions, (num_rows,))
 
-    def reset_values(self, rows: Rows | None, **kwargs: Any) -> Values:
+    def reset_data(self, mask: torch.Tensor | None, **kwargs: Any) -> Values:
+        """See :meth:`LibraryEnv.reset_data`; the first one shows whether a vector environment returns tensors."""
+        if (vector := self._on_tensors()) is not None:
+            given = None if mask is None else unchecked_td({"_reset": mask}, self.batch_size, device=self.device)
+            return copies_of(vector.reset(given, **kwargs))
+        if self._episodes is None or mask is not None:
+            return super().reset_data(mask, **kwargs)
+        found: Any = self.reset_values(None, self._readers._replace(reset=lambda values: values), **kwargs)
+        self.returns_tensors = self.returns_tensors or _has_tensors(found)
+        vector = self._on_tensors()
+        return self._read_reset(found) if vector is None else copies_of(vector.begun(found))
+
+    def reset_values(self, rows: Rows | None, read: Readers | None = None, **kwargs: Any) -> Values:
         """Begin new episodes where ``rows`` marks; first observations as arrays."""
         seeds = self._seeds_for(rows, kwargs.pop("seed", None))
         if self._episodes is not None:
             options = kwargs.pop("options", None)
-            return self._episodes.reset(rows, self._readers, seed=seeds, options=options, **kwargs)
+            return self._episodes.reset(rows, read or self._readers, seed=seeds, options=options, **kwargs)
         if seeds is not None:
             kwargs["seed"] = seeds[0]
         return self._read_reset(self._env.reset(**kwargs))
@@ -286,7 +305,7 @@ class GymWrapper(InfoReadingEnv):
         if not isinstance(values, (tuple, list)) or len(values) != 2:
             raise EnvError(f"{self}: reset must return (observation, info), got {_described(values)}.")
         if self._episodes is not None and not self.returns_tensors:
-            self.returns_tensors = _has_tensors(values[0])
+            self.returns_tensors = _has_tensors(values)
         out = self._converted(self._observe, values[0], "reset")
         if self.info_dict_reader:
             out.update(self._read_info(values[1], out))
@@ -347,7 +366,27 @@ class GymWrapper(InfoReadingEnv):
         return None if self.batch_size or len(same) < len(envs) else GymRows(same, entries, name_error)
 
     def _tensor_form(self) -> OwnTensors:
-        return gym_tensors(self, GymWrapper, self._observations, self._actions)
+        return gym_tensors(self, GymWrapper)
+
+    def on_tensors(self) -> VectorTensors:
+        """What steps and resets its vector environment on tensors.
+
+        Raises:
+            NotNative: the environment returns none, as far as is known; it reads info; or see :class:`VectorTensors`.
+        """
+        if not self.returns_tensors:
+            raise NotNative("its environment has not returned tensors so far")
+        if self.info_dict_reader:
+            raise NotNative("it reads info")
+        if self._vector is None or self._vector.gym is not self._env:
+            self._vector = VectorTensors(self, self._observations, self._actions)
+        return self._vector
+
+    def _on_tensors(self) -> VectorTensors | None:
+        try:
+            return self.on_tensors() if self.returns_tensors else None
+        except NotNative:
+            return None
 
     def tensordict_over(self, values: Mapping[NestedKey, torch.Tensor]) -> TensorDict:
         """The data that tensors of the batch are, over their memory."""
@@ -459,7 +498,9 @@ class GymEnv(GymWrapper):
     available_envs = Available(lambda: list(gymnasium.registry), "Names that are registered with gymnasium now.")
 
 
-def _has_tensors(value: Any) -> bool:
+def _has_tensors(values: Any) -> bool:
+    """Whether what a reset has returned, observation and info, are tensors."""
+    value = values[0] if isinstance(values, (tuple, list)) and values else None
     while isinstance(value, dict) and value:
         value = next(iter(value.values()))
     return isinstance(value, torch.Tensor)

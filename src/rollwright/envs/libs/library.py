@@ -71,8 +71,11 @@ class LibraryEnv(EnvBase):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        rows = None if mask is None else mask.reshape(-1).cpu().numpy()
-        return self.tensordict_of(self.reset_values(rows, **kwargs))
+        return self.tensordict_of(self.reset_data(mask, **kwargs))
+
+    def reset_data(self, mask: torch.Tensor | None, **kwargs: Any) -> Values:
+        """:meth:`reset_values` of a mask ``[*batch, 1]``; where the other library has tensors, on these."""
+        return self.reset_values(None if mask is None else mask.reshape(-1).cpu().numpy(), **kwargs)
 
     def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
         """See :class:`EnvBase`: what is read by the spaces is complete, and is not tested again."""

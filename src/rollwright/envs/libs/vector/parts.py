@@ -26,16 +26,19 @@ _EACH = "wrap each environment, gymnasium.make_vec(..., wrappers=[gymnasium.wrap
 
 
 def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
-    """When ``env`` resets what has ended.
+    """When ``env`` resets what has ended; with an attribute ``auto_reset``, as ManiSkill has it, within the step.
 
     Raises:
         ValueError: it does not declare it.
     """
-    mode = env.metadata.get("autoreset_mode")
+    mode, itself = env.metadata.get("autoreset_mode"), getattr(env, "auto_reset", None)
+    if isinstance(itself, bool) and (mode is None or env.metadata is VectorEnv.metadata):  # which other classes write
+        mode = AutoresetMode.SAME_STEP if itself else AutoresetMode.DISABLED
     if mode is None:
         raise ValueError(
             f"env: {env} does not say when it resets environments that have ended: expected a "
-            "gymnasium.vector.AutoresetMode in metadata['autoreset_mode'], got none. Set it to the mode that it has."
+            "gymnasium.vector.AutoresetMode in metadata['autoreset_mode'], got none. Set it to the mode that it has, "
+            "or pass the vector environment that its package makes of it, such as ManiSkillVectorEnv."
         )
     return AutoresetMode(mode)
 
