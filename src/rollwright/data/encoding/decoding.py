@@ -14,20 +14,9 @@ from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack
 
 from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright.data.encoding import layout
 from rollwright.data.encoding.classes import class_at
-from rollwright.data.encoding.layout import (
-    ALIGNMENT,
-    CLASS,
-    DTYPES,
-    ENTRIES,
-    HEAD,
-    MARK,
-    OBJECT,
-    OBJECTS,
-    STACK,
-    TENSOR,
-    TEXT,
-)
+from rollwright.data.encoding.layout import ALIGNMENT, DTYPES, HEAD, MARK
 from rollwright.data.encoding.objects import load_object
 from rollwright.data.unchecked import unchecked_td
 
@@ -170,19 +159,19 @@ class _Plan:
         kind, *rest = node
         if depth > _DEEPEST:
             raise ValueError(f"entries in one another more than {_DEEPEST} deep")
-        if kind == TENSOR:
+        if kind == layout.TENSOR:
             return self._tensor(rest, path)
-        if kind in (TEXT, OBJECT, OBJECTS):
+        if kind in (layout.TEXT, layout.OBJECT, layout.OBJECTS):
             [ndim] = rest
             if path:
                 self.entries.setdefault(unravel(path), None)
             return _BYTES[kind](self._take(2), slice(self._take(ndim), self._count))
-        if kind == ENTRIES:
+        if kind == layout.ENTRIES:
             return self._entries(rest, path, depth)
-        if kind == CLASS:
+        if kind == layout.CLASS:
             name, inner = rest
             return _instance(name, self._take(2), self._node(inner, path, depth + 1))
-        if kind == STACK:
+        if kind == layout.STACK:
             dim, *parts = rest
             builds = [self._node(part, path, depth + 1) for part in parts]
             for key in [key for key in self.entries if as_tuple(key)[: len(path)] == path]:
@@ -277,7 +266,11 @@ def _objects(at: int, sizes: slice) -> Build:
     return build
 
 
-_BYTES: dict[str, Callable[[int, slice], Build]] = {TEXT: _text, OBJECT: _object, OBJECTS: _objects}
+_BYTES: dict[str, Callable[[int, slice], Build]] = {
+    layout.TEXT: _text,
+    layout.OBJECT: _object,
+    layout.OBJECTS: _objects,
+}
 
 
 def _non_tensor(value: Any, batch_size: Numbers) -> Any:

@@ -13,20 +13,9 @@ from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase, is_tensorclass
 
 from rollwright._keys import unravel
+from rollwright.data.encoding import layout
 from rollwright.data.encoding.classes import remember
-from rollwright.data.encoding.layout import (
-    ALIGNMENT,
-    CLASS,
-    DTYPES,
-    ENTRIES,
-    HEAD,
-    MARK,
-    OBJECT,
-    OBJECTS,
-    STACK,
-    TENSOR,
-    TEXT,
-)
+from rollwright.data.encoding.layout import ALIGNMENT, DTYPES, HEAD, MARK
 from rollwright.data.encoding.objects import NotJSONError, dump_object
 
 _MOST_SCHEMAS = 4096
@@ -152,10 +141,10 @@ class _Walk:
         raise _Refused(f"an object of type {type(value).__name__}")
 
     def objects(self, value: Any) -> tuple[Any, ...]:
-        return self._bytes(OBJECTS, _dumped(value.tolist()), value.batch_size)
+        return self._bytes(layout.OBJECTS, _dumped(value.tolist()), value.batch_size)
 
     def stack(self, value: Any) -> tuple[Any, ...]:
-        return (STACK, value.stack_dim, *(self.node(part) for part in value.tensordicts))
+        return (layout.STACK, value.stack_dim, *(self.node(part) for part in value.tensordicts))
 
     def entries(self, value: Any) -> tuple[Any, ...]:
         batch_size, name = value.batch_size, ""
@@ -170,18 +159,18 @@ class _Walk:
         except _Refused as refused:
             refused.path.insert(0, name)
             raise
-        return (ENTRIES, len(batch_size), tuple(names), tuple(nodes))
+        return (layout.ENTRIES, len(batch_size), tuple(names), tuple(nodes))
 
     def object(self, value: Any) -> tuple[Any, ...]:
         data = value.data
         if type(data) is str:
-            return self._bytes(TEXT, data.encode("utf-8", "surrogatepass"), value.batch_size)
-        return self._bytes(OBJECT, _dumped(data), value.batch_size)
+            return self._bytes(layout.TEXT, data.encode("utf-8", "surrogatepass"), value.batch_size)
+        return self._bytes(layout.OBJECT, _dumped(data), value.batch_size)
 
     def instance(self, value: Any) -> tuple[Any, ...]:
         fields = {name: part for name, part in value._non_tensordict.items() if not name.startswith("_")}
-        self._bytes(OBJECT, _dumped(fields) if fields else b"{}", ())
-        return (CLASS, remember(type(value)), self.node(value._tensordict))
+        self._bytes(layout.OBJECT, _dumped(fields) if fields else b"{}", ())
+        return (layout.CLASS, remember(type(value)), self.node(value._tensordict))
 
     def tensor(self, value: torch.Tensor) -> tuple[Any, ...]:
         known = _NAMES.get(value.dtype)
@@ -198,7 +187,7 @@ class _Walk:
         if array.size:
             self.parts.append((self.end, array))
             self.end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        return (TENSOR, known[0], len(shape))
+        return (layout.TENSOR, known[0], len(shape))
 
     def _bytes(self, kind: str, text: bytes, batch_size: Any) -> tuple[Any, ...]:
         self.numbers += (self.end, len(text), *batch_size)

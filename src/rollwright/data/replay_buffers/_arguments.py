@@ -107,6 +107,18 @@ def checked_transform(transform: Any) -> Transform:
     return cast(Transform, transform)
 
 
+def insert(transforms: list[Transform], index: int, transform: Transform) -> None:
+    """Put a transform before the one at ``index``.
+
+    Raises:
+        IndexError: ``index`` lies outside the transforms.
+    """
+    most = len(transforms)
+    if not -most <= index <= most:
+        raise IndexError(f"index: expected one from {-most} to {most}, got {index}.")
+    transforms.insert(index, transform)
+
+
 class Inverted:
     """A transform the other way round: applied to what is written, and its inverse, if it has one, to batches.
 

@@ -32,6 +32,7 @@ from rollwright.data.replay_buffers._arguments import (
     dimension,
     ends_slices,
     entry_of,
+    insert,
     inverse_of,
     inverted,
     made,
@@ -320,15 +321,7 @@ class ReplayBuffer:
 
     @overload
     def sample(
-        self, batch_size: int | None = None, return_info: Literal[False] = False, include_info: bool | None = None
-    ) -> Any: ...
-    @overload
-    def sample(
         self, batch_size: int | None = None, *, return_info: Literal[True], include_info: bool | None = None
-    ) -> tuple[Any, dict[str, Any]]: ...
-    @overload
-    def sample(
-        self, batch_size: int | None, return_info: Literal[True], include_info: bool | None = None
     ) -> tuple[Any, dict[str, Any]]: ...
     @overload
     def sample(
@@ -677,11 +670,8 @@ class ReplayBuffer:
         transform = checked_transform(transform)
         inverse_of(transform)  # or an error: it could not be inverted
         transform = Inverted(transform) if invert else transform
-        most = len(self.transforms)
-        if not -most <= index <= most:
-            raise IndexError(f"index: expected one from {-most} to {most}, got {index}.")
+        insert(self.transforms, index, transform)
         self.drop_prefetched()
-        self.transforms.insert(index, transform)
         return self
 
     def _inverted(self, data: Any) -> Any:

@@ -19,6 +19,7 @@ from rollwright.data.replay_buffers._arguments import (
     Transform,
     check_names,
     checked_transform,
+    insert,
     inverse_of,
     parts_of,
     stacked,
@@ -229,11 +230,7 @@ class ReplayBufferEnsemble:
     # Sampling ---------------------------------------------------------------------------------
 
     @overload
-    def sample(self, batch_size: int | None = None, return_info: Literal[False] = False) -> Any: ...
-    @overload
     def sample(self, batch_size: int | None = None, *, return_info: Literal[True]) -> tuple[Any, dict[str, Any]]: ...
-    @overload
-    def sample(self, batch_size: int | None, return_info: Literal[True]) -> tuple[Any, dict[str, Any]]: ...
     @overload
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any: ...
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
@@ -408,10 +405,7 @@ class ReplayBufferEnsemble:
                 f"transform: {type(transform).__name__} has an inverse, which an ensemble does not apply to what is "
                 "written. Give the transform to each member."
             )
-        most = len(self.transforms)
-        if not -most <= index <= most:
-            raise IndexError(f"index: expected one from {-most} to {most}, got {index}.")
-        self.transforms.insert(index, transform)
+        insert(self.transforms, index, transform)
         return self
 
     def set_rng(self, generator: torch.Generator | None) -> None:

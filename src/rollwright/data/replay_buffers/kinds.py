@@ -50,18 +50,14 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     if TYPE_CHECKING:  # batches of TensorDicts are TensorDicts
 
-        @overload
-        def sample(
-            self, batch_size: int | None = None, return_info: Literal[False] = False, include_info: bool | None = None
-        ) -> TensorDictBase: ...
-        @overload
+        @overload  # type: ignore[override]  # in the order of the one it overrides, with one more
         def sample(
             self, batch_size: int | None = None, *, return_info: Literal[True], include_info: bool | None = None
         ) -> tuple[TensorDictBase, dict[str, Any]]: ...
         @overload
         def sample(
-            self, batch_size: int | None, return_info: Literal[True], include_info: bool | None = None
-        ) -> tuple[TensorDictBase, dict[str, Any]]: ...
+            self, batch_size: int | None = None, return_info: Literal[False] = False, include_info: bool | None = None
+        ) -> TensorDictBase: ...
         @overload
         def sample(
             self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None

@@ -316,8 +316,9 @@ class SampleToInsertRatio:
     def lacks(self, size: int) -> str:
         """What drawing waits for, as a phrase."""
         lacking = max(0, self._base - self.inserted)
-        if not lacking:
-            lacking = max(0, math.ceil((size - self.margin - self.balance) / self.samples_per_insert))
+        if not lacking and not self._is_warm(self.inserted):
+            return f"sample() waits to draw {size} items until every member holds some ({self._numbers()})"
+        lacking = lacking or max(0, math.ceil((size - self.margin - self.balance) / self.samples_per_insert))
         return f"sample() waits to draw {size} items until {lacking:,} more are inserted ({self._numbers()})"
 
     def _taken(self, size: int, mine: list[int]) -> bool:
@@ -343,15 +344,6 @@ class SampleToInsertRatio:
         return False
 
     def _await_inserts(self, size: int, mine: list[int]) -> None:
-        def why() -> str:
-            counts = self._counts
-            lacking = max(0, self._base - self.inserted)
-            if not lacking and self._is_warm(self.inserted):
-                lacking = math.ceil((size - self.margin - self.balance) / self.samples_per_insert)
-            elif not lacking and counts is not None:
-                return f"sample() waits to draw {size} items until every member holds some ({self._numbers()})"
-            return f"sample() waits to draw {size} items until {lacking:,} more are inserted ({self._numbers()})"
-
         def remedy() -> str:
             theirs = "; ".join(status() for status in list(self._inserters)) or "no collector runs in the background"
             return (
@@ -364,7 +356,7 @@ class SampleToInsertRatio:
             lambda: self.inserted,
             timeout_s=self.timeout_s,
             stop=self.ask_inserters,
-            why=why,
+            why=lambda: self.lacks(size),
             remedy=remedy,
             others=self._is_shared,
         )

@@ -233,7 +233,7 @@ class TensorDictMaxValueWriter(Writer):
             storage.overwrite(np.fromiter(chosen, np.int64), batch[torch.tensor(list(chosen.values()), device="cpu")])
         if room < len(values):
             storage.ledger.skip(len(values) - room)
-        self._seen, self._seen_in = (*storage.ledger.live(), storage.ledger.revision), storage
+        self._seen, self._seen_in = storage.ledger.span(), storage
         return index
 
     def add(self, storage: Storage, data: Any, dim: int | None = None) -> NDArray[np.int64]:
@@ -242,16 +242,14 @@ class TensorDictMaxValueWriter(Writer):
 
     def _catch_up(self, storage: Storage) -> None:
         """Read the values of elements that others have put there."""
-        low, high = storage.ledger.live()
-        if storage is self._seen_in and (low, high, storage.ledger.revision) == self._seen:
+        span = storage.ledger.span()
+        if storage is self._seen_in and span == self._seen:
             return
         heap: list[tuple[float, int]] = []
-        gaps = storage.ledger.gaps().tolist()
-        for start, stop in zip([low, *(gap[1] for gap in gaps)], [*(gap[0] for gap in gaps), high], strict=True):
-            if start < stop:
-                values = self._reduce(torch.from_numpy(storage.entry(self.rank_key, start, stop)))
-                rows = np.arange(start, stop) % storage.capacity
-                heap += zip(values.tolist(), rows.tolist(), strict=True)
+        for start, stop in storage.ledger.ranges(span):
+            values = self._reduce(torch.from_numpy(storage.entry(self.rank_key, start, stop)))
+            rows = np.arange(start, stop) % storage.capacity
+            heap += zip(values.tolist(), rows.tolist(), strict=True)
         heapq.heapify(heap)
         self._heap = heap
 

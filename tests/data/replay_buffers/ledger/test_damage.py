@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from rollwright._memory.segment import Segment
 from rollwright.cli import main
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from rollwright.data.replay_buffers.ledger.layout import (
+from rollwright.data.replay_buffers.ledger.counters import (
     GAP,
     HEADER,
     NUM_SLOTS,

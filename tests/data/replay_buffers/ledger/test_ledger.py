@@ -19,7 +19,7 @@ from tests.processes.forked import SERVED, forked
 from rollwright._memory.segment import Segment
 from rollwright._processes import files
 from rollwright.data import LazyTensorStorage, ReplayBuffer
-from rollwright.data.replay_buffers.ledger.layout import NUM_GAPS
+from rollwright.data.replay_buffers.ledger.counters import NUM_GAPS
 from rollwright.data.replay_buffers.ledger.ledger import Ledger
 from rollwright.data.replay_buffers.ledger.locks import RowLock
 

@@ -19,7 +19,7 @@ from rollwright._memory import Segment
 from rollwright.data import LazyTensorStorage, RaggedStorage, ReplayBuffer
 from rollwright.data.encoding import Encoded
 from rollwright.data.replay_buffers.ledger import Ledger
-from rollwright.data.replay_buffers.ledger.reservations import Reservations
+from rollwright.data.replay_buffers.ledger.counters import Reservations
 from rollwright.data.replay_buffers.storages.encoded_rows import SharedRows
 
 FORK = multiprocessing.get_context("fork")

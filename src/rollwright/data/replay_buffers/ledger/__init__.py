@@ -1,6 +1,6 @@
 """Which positions of a ring of rows are reserved, written, published; between threads and processes."""
 
+from rollwright.data.replay_buffers.ledger.counters import Reservation
 from rollwright.data.replay_buffers.ledger.ledger import Ledger, Span
-from rollwright.data.replay_buffers.ledger.reservations import Reservation
 
 __all__ = ["Ledger", "Reservation", "Span"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollwright.data.replay_buffers.ledger import layout
+from rollwright.data.replay_buffers.ledger import counters as layout
 from rollwright.data.replay_buffers.ledger.ledger import Ledger
 
 _COUNTERS = {

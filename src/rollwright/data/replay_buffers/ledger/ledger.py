@@ -13,28 +13,9 @@ from numpy.typing import NDArray
 
 from rollwright._interrupts import uninterrupted
 from rollwright._memory import fence
-from rollwright.data.replay_buffers.ledger.gaps import NO_GAPS, Gaps
-from rollwright.data.replay_buffers.ledger.layout import (
-    BASE,
-    BASE_CHECK,
-    CAPACITY,
-    GAP,
-    GAPS,
-    HEADER,
-    HINT,
-    IDS,
-    NUM_GAPS,
-    NUM_SLOTS,
-    OLDEST_GAP,
-    PASSED,
-    PUBLISHED,
-    REVISION,
-    SKIPPED,
-    SLOT,
-    UNCOUNTED,
-)
+from rollwright.data.replay_buffers.ledger import counters as at
+from rollwright.data.replay_buffers.ledger.counters import NO_GAPS, Gaps, Reservation, Reservations
 from rollwright.data.replay_buffers.ledger.locks import RowLock
-from rollwright.data.replay_buffers.ledger.reservations import Reservation, Reservations
 from rollwright.data.replay_buffers.ledger.space import Space
 
 _NAP_S = 0.5e-3
@@ -110,7 +91,7 @@ class Ledger:
         (2, 6)
     """
 
-    num_bytes = 8 * (HEADER + SLOT * NUM_SLOTS + GAP * NUM_GAPS)
+    num_bytes = 8 * (at.HEADER + at.SLOT * at.NUM_SLOTS + at.GAP * at.NUM_GAPS)
 
     def __init__(
         self,
@@ -128,20 +109,20 @@ class Ledger:
         self.before_rows_change: Callable[[], None] | None = None
         self._threads: dict[int, int] = {}  # of this process that reserved what is in progress, by serial
         self._keep_in(memory)
-        self.capacity: int = self._head[CAPACITY]
+        self.capacity: int = self._head[at.CAPACITY]
         if capacity:
             self.set_capacity(capacity)
         self.writing = self.lock.writing
 
     def _keep_in(self, memory: memoryview) -> None:
         numbers = memory[: self.num_bytes].cast("q")
-        slots = HEADER + SLOT * NUM_SLOTS
-        self._head = numbers[:HEADER]
+        slots = at.HEADER + at.SLOT * at.NUM_SLOTS
+        self._head = numbers[: at.HEADER]
         self._gaps = Gaps(self._head, numbers[slots:])
-        self._reservations = Reservations(self._head, numbers[HEADER:slots], self.lock)
+        self._reservations = Reservations(self._head, numbers[at.HEADER : slots], self.lock)
         self.end = self._reservations.end
         self._memory = memory
-        self.lock.hint_at(self._head[HINT : HINT + 1])
+        self.lock.hint_at(self._head[at.HINT : at.HINT + 1])
 
     def move(self, memory: memoryview) -> None:
         """Go on in other memory. For use while writing, where nobody is writing rows."""
@@ -188,22 +169,22 @@ class Ledger:
 
     def set_capacity(self, capacity: int) -> None:
         """Say how many rows there are, before the first is reserved."""
-        self._head[CAPACITY] = self.capacity = capacity
+        self._head[at.CAPACITY] = self.capacity = capacity
 
     # Trajectory ids ---------------------------------------------------------------------------
 
     def take_ids(self, n: int) -> int:
         """The first of ``n`` trajectory ids that nobody else was given who writes these rows."""
         with self.writing():
-            first = self._head[IDS]
-            self._head[IDS] = first + n
+            first = self._head[at.IDS]
+            self._head[at.IDS] = first + n
         return first
 
     def raise_ids(self, least: int) -> int:
         """Give out no id below ``least`` from now on; returns the next one."""
         with self.writing():
-            self._head[IDS] = max(self._head[IDS], least)
-            return self._head[IDS]
+            self._head[at.IDS] = max(self._head[at.IDS], least)
+            return self._head[at.IDS]
 
     # Reading ----------------------------------------------------------------------------------
 
@@ -219,8 +200,8 @@ class Ledger:
     def live(self) -> tuple[int, int]:
         """``(low, high)``: the positions that may be read, less the gaps of :meth:`gaps`."""
         head = self._head
-        high = head[PUBLISHED]
-        return min(max(self.end() - self.capacity, head[BASE]), high), high
+        high = head[at.PUBLISHED]
+        return min(max(self.end() - self.capacity, head[at.BASE]), high), high
 
     def await_published(self, stop: Callable[[], bool]) -> None:
         """Wait until what was published before this call can be read, which what was reserved before it may hold back.
@@ -232,13 +213,13 @@ class Ledger:
             TimeoutError: a process that lives does not publish what it reserved.
         """
         end = self._reservations.end_published()
-        self._await_settled(lambda: self._head[PUBLISHED] >= end or stop())
+        self._await_settled(lambda: self._head[at.PUBLISHED] >= end or stop())
 
     @property
     def is_overwriting(self) -> bool:
         """Whether something that was published cannot be read, since it is being overwritten."""
         head = self._head
-        return self.end() - self.capacity > max(head[BASE], head[PUBLISHED] - self.capacity)
+        return self.end() - self.capacity > max(head[at.BASE], head[at.PUBLISHED] - self.capacity)
 
     def await_overwritten(self) -> bool:
         """Wait while what was published is being overwritten, by other threads or processes.
@@ -250,10 +231,10 @@ class Ledger:
         Raises:
             TimeoutError: a process that lives does not publish what it reserved.
         """
-        if self._head[PUBLISHED] <= self._head[BASE] or threading.get_ident() in list(self._threads.values()):
+        if self._head[at.PUBLISHED] <= self._head[at.BASE] or threading.get_ident() in list(self._threads.values()):
             return False
         end = self.end()
-        self._await_settled(lambda: not self.is_overwriting or self._head[PUBLISHED] >= end)
+        self._await_settled(lambda: not self.is_overwriting or self._head[at.PUBLISHED] >= end)
         with self.reading():  # or one could change between the two looks
             return self.num_live() > 0 or self.is_overwriting
 
@@ -278,27 +259,32 @@ class Ledger:
             span: what is live; None: now.
         """
         head = self._head
-        if head[GAPS] == head[OLDEST_GAP]:
+        if head[at.GAPS] == head[at.OLDEST_GAP]:
             return NO_GAPS
         low, high, _ = span or self.span()
         return self._gaps.within(low, high)
 
     def positions(self) -> NDArray[np.int64]:
         """All positions that may be read, ascending."""
-        span = self.span()
-        positions = np.arange(span.low, span.high)
-        for start, stop in self.gaps(span).tolist():
-            positions = positions[(positions < start) | (positions >= stop)]
-        return positions
+        return np.concatenate([np.zeros(0, np.int64), *(np.arange(*each) for each in self.ranges(self.span()))])
+
+    def ranges(self, span: Span, start: int = 0) -> list[tuple[int, int]]:
+        """The positions of a span from ``start`` on, less the gaps: ranges ``start <= p < stop``, ascending."""
+        begin, found, gaps = max(span.low, start), [], self.gaps(span)
+        for gap_start, gap_stop in [*(gaps[gaps[:, 1] > begin].tolist() if len(gaps) else ()), (span.high, span.high)]:
+            if begin < gap_start:
+                found.append((begin, gap_start))
+            begin = max(begin, gap_stop)
+        return found
 
     def span(self) -> Span:
         """What may be read now."""
-        revision = self._head[REVISION]
+        revision = self._head[at.REVISION]
         return Span(*self.live(), revision)
 
     def steady_span(self) -> Span | None:
         """What may be read without the lock, until :meth:`still_holds` returns False; None while rows change."""
-        revision = self._head[REVISION]
+        revision = self._head[at.REVISION]
         fence()
         return None if revision % 2 else Span(*self.live(), revision)
 
@@ -313,7 +299,7 @@ class Ledger:
             columns: elements in a row.
         """
         fence()
-        if self._head[REVISION] != span.revision:
+        if self._head[at.REVISION] != span.revision:
             return False
         overwritten = self.end() - self.capacity - span.low
         return overwritten <= 0 or not bool(((index // columns - span.low) % self.capacity < overwritten).any())
@@ -340,46 +326,46 @@ class Ledger:
 
         Odd while rows change in place, and after somebody was killed who changed them.
         """
-        return self._head[REVISION]
+        return self._head[at.REVISION]
 
     @property
     def write_count(self) -> int:
         """Rows given so far: positions published, less those that hold nothing, and rows that were never stored."""
-        return self._given - self._head[UNCOUNTED]
+        return self._given - self._head[at.UNCOUNTED]
 
     @property
     def num_uncounted(self) -> int:
         """Rows given before :meth:`reset_write_count`."""
-        return self._head[UNCOUNTED]
+        return self._head[at.UNCOUNTED]
 
     @property
     def _given(self) -> int:
-        return self._head[PUBLISHED] - self._gaps.num_lost + self._head[SKIPPED]
+        return self._head[at.PUBLISHED] - self._gaps.num_lost + self._head[at.SKIPPED]
 
     def reset_write_count(self) -> None:
         """Count the rows that are given from now on; positions go on."""
         with self.writing():
-            self._head[UNCOUNTED] = self._given
+            self._head[at.UNCOUNTED] = self._given
 
     @property
     def num_skipped(self) -> int:
         """Rows that were given and not stored: there was no room for them, or a writer preferred others."""
-        return self._head[SKIPPED]
+        return self._head[at.SKIPPED]
 
     def skip(self, n: int) -> None:
         """Count rows that were given and are not stored."""
         with self.writing():
-            self._head[SKIPPED] += n
+            self._head[at.SKIPPED] += n
 
     @property
     def num_lost(self) -> int:
         """Positions that were reserved and never published: their writer was killed, or failed."""
-        return self._gaps.num_lost - self._head[PASSED]
+        return self._gaps.num_lost - self._head[at.PASSED]
 
     @property
     def num_passed(self) -> int:
         """Positions that :meth:`clear` passed over."""
-        return self._head[PASSED]
+        return self._head[at.PASSED]
 
     # Writing ----------------------------------------------------------------------------------
 
@@ -415,7 +401,7 @@ class Ledger:
     def _reserve(self, n: int, room: Room | None) -> Reservation | None:
         self._settle()
         start = self.end()
-        if start + n - self.capacity > self._head[PUBLISHED] or self._reservations.full:
+        if start + n - self.capacity > self._head[at.PUBLISHED] or self._reservations.full:
             return None
         if self.space is not None:
             self.space.make_for(start % self.capacity + n)
@@ -438,7 +424,7 @@ class Ledger:
         """
         with self.writing():
             self._settle()
-            if position >= self._head[PUBLISHED]:
+            if position >= self._head[at.PUBLISHED]:
                 return self._reservations.is_done(position)
             return not self._gaps.holds(position)
 
@@ -489,14 +475,14 @@ class Ledger:
         """Hold off everyone inside a ``with`` block that changes published rows."""
         head = self._head
         with self.writing():
-            head[REVISION] += 1 + head[REVISION] % 2
+            head[at.REVISION] += 1 + head[at.REVISION] % 2
             self._rows_change()
             fence()
             try:
                 yield
             finally:
                 fence()
-                head[REVISION] += 1
+                head[at.REVISION] += 1
                 self._rows_change()
 
     def _rows_change(self) -> None:
@@ -510,8 +496,17 @@ class Ledger:
             if self.is_settled() and 0 < self.capacity <= _MOST_PASSED:
                 self._pass_over(-self.end() % self.capacity)
             self._set_base(self.end())
-            self._head[REVISION] += 2
+            self._head[at.REVISION] += 2
             self._rows_change()
+
+    def clear_with(self, rows: dict[int, Any]) -> None:
+        """:meth:`clear`, and let go of what lies in the rows of this process."""
+        before = list(rows.items())
+        self.clear()
+        with self.writing():
+            for row, held in before:
+                if rows.get(row) is held:  # else it was written since
+                    del rows[row]
 
     def _pass_over(self, n: int) -> None:
         """Let positions hold nothing, as those of a reservation that was abandoned."""
@@ -521,14 +516,14 @@ class Ledger:
         self._reservations.close(taken, publish=False)
         self._reservations.release_slot(taken)
         self._settle()
-        self._head[PASSED] += n
+        self._head[at.PASSED] += n
 
     def _set_base(self, base: int) -> None:
-        self._head[BASE_CHECK] = ~base
-        self._head[BASE] = base
+        self._head[at.BASE_CHECK] = ~base
+        self._head[at.BASE] = base
 
     def numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Views of header, slots of reservations ``[NUM_SLOTS, 4]`` and gaps ``[NUM_GAPS, 4]``."""
+        """Views of header, slots of reservations ``[at.NUM_SLOTS, 4]`` and gaps ``[at.NUM_GAPS, 4]``."""
         return np.frombuffer(self._head, np.int64), self._reservations.array(), self._gaps.array
 
     def drop_below(self, low: int) -> int:
@@ -541,7 +536,7 @@ class Ledger:
 
     def repair_base(self) -> None:
         """Finish what a process was killed at between the two stores of the base. For use while writing."""
-        base, check = self._head[BASE], ~self._head[BASE_CHECK]
+        base, check = self._head[at.BASE], ~self._head[at.BASE_CHECK]
         self._set_base(max(base, check))
 
     @contextlib.contextmanager
@@ -561,14 +556,14 @@ class Ledger:
             self._check_at_rest()
             yield
             self._reservations.begin_at(state["high"])
-            head[PASSED] = passed
+            head[at.PASSED] = passed
             self._gaps.begin(lost)
             self._set_base(state["low"])
             for start, stop in gaps:
                 self._add_gap(start, stop)
-            head[SKIPPED] = state.get("skipped", 0)
-            head[UNCOUNTED] = state.get("uncounted", 0)
-            head[IDS] = max(head[IDS], state.get("ids", 0))
+            head[at.SKIPPED] = state.get("skipped", 0)
+            head[at.UNCOUNTED] = state.get("uncounted", 0)
+            head[at.IDS] = max(head[at.IDS], state.get("ids", 0))
 
     def check_at_rest(self) -> None:
         """Test that nobody is writing rows, so that a state can be loaded.
@@ -590,7 +585,7 @@ class Ledger:
     @property
     def next_id(self) -> int:
         """The trajectory id to be given out next."""
-        return self._head[IDS]
+        return self._head[at.IDS]
 
     @contextlib.contextmanager
     def writes(self, n: int, skipped: int = 0, room: Room | None = None) -> Iterator[Reservation]:

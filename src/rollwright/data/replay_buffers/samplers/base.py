@@ -254,9 +254,7 @@ def draw_and_read(
                         raise
                     error = found
                 else:
-                    if generations:
-                        draw.info[GENERATION] = torch.from_numpy(storage.generations(draw.index))
-                    return draw, storage.read(draw.index)
+                    return draw, _read(storage, draw, generations)
         if not storage.ledger.await_overwritten():
             raise error or RuntimeError(
                 f"{buffer} is empty: nothing to sample from yet. Call extend(), or wait until "
@@ -292,12 +290,16 @@ def _read_beside_writers(
         return None
     try:
         draw = sampler.draw(storage, size, generator)
-        data = storage.read(draw.index)
-        if generations:
-            draw.info[GENERATION] = torch.from_numpy(storage.generations(draw.index))
+        data = _read(storage, draw, generations)
     except Exception:  # of what changed meanwhile, or what it will raise once more where nothing changes
         return None
     return (draw, data) if storage.ledger.still_holds(span, draw.index, storage.columns) else None
+
+
+def _read(storage: Storage, draw: Draw, generations: bool) -> Any:
+    if generations:
+        draw.info[GENERATION] = torch.from_numpy(storage.generations(draw.index))
+    return storage.read(draw.index)
 
 
 def nth_live(rank: Index, low: int, gaps: Index) -> Index:

@@ -157,15 +157,14 @@ class Boundaries:
         return KeyError(f"{name}: there is no entry {key!r}; {has}. Name one of these, or leave {name} out.")
 
     def _take_in(self, storage: Storage, grid: Grid, span: Span) -> None:
-        low, high = max(span.low, self._seen), span.high
-        if low > self._seen:  # overwritten before it was seen
-            self._index.skip(low * grid.ticks)
-        gaps = storage.ledger.gaps(span)
-        for start, stop in gaps[gaps[:, 1] > low].tolist():
-            self._read(storage, grid, low, max(start, low))
-            self._index.skip(stop * grid.ticks)
-            low = stop
-        self._read(storage, grid, low, high)
+        seen = self._seen
+        for start, stop in storage.ledger.ranges(span, seen):
+            if start > seen:  # a gap, or overwritten before it was seen
+                self._index.skip(start * grid.ticks)
+            self._read(storage, grid, start, stop)
+            seen = stop
+        if seen < span.high:
+            self._index.skip(span.high * grid.ticks)
 
     def _read(self, storage: Storage, grid: Grid, low: int, high: int) -> None:
         traj_key, end_keys = self._used

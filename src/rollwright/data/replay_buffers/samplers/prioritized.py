@@ -159,11 +159,9 @@ class PrioritizedSampler(Sampler):
         self._make_room(min(high, storage.capacity) * storage.columns)
         for start, stop in self._ring(self._low, min(low, self._high)):
             self._clear(start, stop)
-        begin, gaps = max(low, self._high), storage.ledger.gaps(span)
-        for gap_start, gap_stop in [*gaps[gaps[:, 1] > begin].tolist(), (high, high)]:
-            for start, stop in self._ring(begin, gap_start):
+        for begin, end in storage.ledger.ranges(span, self._high):
+            for start, stop in self._ring(begin, end):
                 self._admit(start, stop)
-            begin = max(begin, gap_stop)
         self._low, self._high = low, high
         if self._waiting and high > low:
             waiting, self._waiting = self._waiting, []

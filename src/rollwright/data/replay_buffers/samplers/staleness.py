@@ -87,31 +87,26 @@ class StalenessAwareSampler(Sampler):
 
     def follow(self, storage: Storage) -> None:
         """See :meth:`Sampler.follow`."""
-        low, high, revision = span = storage.ledger.span()
+        _, high, revision = span = storage.ledger.span()
         if storage is not self._storage or revision != self._seen[1] or high < self._seen[0]:
             self._forget()
             if self.version_key not in storage.keys():  # noqa: SIM118 - a storage has no dictionary's methods
                 return
             self._storage = storage
-        start = max(low, self._seen[0])
         columns, capacity = storage.columns, storage.capacity
         size = min(high, capacity) * columns
         if size > len(self._versions):
             grown = np.zeros(min(max(size, 2 * len(self._versions)), capacity * columns), np.int64)
             grown[: len(self._versions)] = self._versions
             self._versions = grown
-        ends = [*(gap for gap in storage.ledger.gaps(span).tolist() if gap[1] > start), (high, high)]
-        for gap_start, gap_stop in ends:
-            if start < gap_start:
-                versions = storage.entry(self.version_key, start, gap_start)
-                if versions.size != (gap_start - start) * columns:
-                    raise ValueError(
-                        f"version_key: expected one number for each element in {self.version_key!r}, got "
-                        f"{list(versions.shape[2:])}. Name another entry."
-                    )
-                where = storage.elements_of(np.arange(start, gap_start))
-                self._versions[where] = versions.reshape(-1)
-            start = max(start, gap_stop)
+        for start, stop in storage.ledger.ranges(span, self._seen[0]):
+            versions = storage.entry(self.version_key, start, stop)
+            if versions.size != (stop - start) * columns:
+                raise ValueError(
+                    f"version_key: expected one number for each element in {self.version_key!r}, got "
+                    f"{list(versions.shape[2:])}. Name another entry."
+                )
+            self._versions[storage.elements_of(np.arange(start, stop))] = versions.reshape(-1)
         self._seen = (high, revision)
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:

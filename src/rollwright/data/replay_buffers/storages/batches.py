@@ -37,6 +37,31 @@ def items_of(data: Any, dim: int) -> list[Any]:
     return [item for batch in batches_of(data) for item in _unbound(batch, dim)]
 
 
+def items_that_fit(data: Any, dim: int, max_size: int) -> tuple[list[Any], int]:
+    """The rows in data that a storage of so many keeps, the last ones, and how many others there are.
+
+    Raises:
+        ValueError: there is none; or see :func:`items_of`.
+    """
+    items = items_of(data, dim)
+    if not items:
+        raise ValueError("data: expected at least one element, got none.")
+    skipped = max(0, len(items) - max_size)
+    return items[skipped:], skipped
+
+
+def items_in_place(data: Any, number: int) -> list[Any]:
+    """The rows in data, one by one, that replace so many.
+
+    Raises:
+        ValueError: there are more, or fewer.
+    """
+    items = items_of(data, 0)
+    if len(items) != number:
+        raise ValueError(f"data: expected {number} elements to replace as many, got {len(items)}.")
+    return items
+
+
 def num_rows(data: Any, dim: int) -> int:
     """Rows in data for :meth:`Storage.append`."""
     if isinstance(data, _Pieces):
@@ -66,6 +91,14 @@ def _unbound(batch: Any, dim: int) -> list[Any]:
             "Pass one element to add()."
         )
     return list(batch)
+
+
+def too_long(frames: int, room: int) -> ValueError:
+    """The error over a trajectory that a storage has no room for."""
+    return ValueError(
+        f"data: a trajectory of {frames} frames is longer than the storage, which has room for {room}. Make the "
+        "storage larger, or end trajectories with max_frames_per_traj."
+    )
 
 
 def no_objects(name: str, keys: Sequence[NestedKey], storage: str) -> str:

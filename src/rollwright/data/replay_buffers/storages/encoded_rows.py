@@ -90,12 +90,7 @@ class PrivateRows(EncodedRows):
 
     def clear(self) -> None:
         """See :meth:`EncodedRows.clear`; lets the bytes go."""
-        before = list(self._rows.items())
-        self.ledger.clear()
-        with self.ledger.writing():
-            for row, kept in before:
-                if self._rows.get(row) is kept:  # else it was written since
-                    del self._rows[row]
+        self.ledger.clear_with(self._rows)
 
     @property
     def num_bytes(self) -> int:

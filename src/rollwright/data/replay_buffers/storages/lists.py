@@ -14,7 +14,7 @@ from rollwright._keys import NestedKey, leaf_keys
 from rollwright._processes.pickling import is_sending
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import SENT_REMEDY, Storage, check_number
-from rollwright.data.replay_buffers.storages.batches import items_of, positive
+from rollwright.data.replay_buffers.storages.batches import items_in_place, items_that_fit, positive
 from rollwright.data.replay_buffers.storages.structures import is_structure, mapped
 from rollwright.data.specs.shapes import usable_device
 
@@ -77,12 +77,9 @@ class ListStorage(Storage):
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
         """See :meth:`Storage.append`."""
         self._check_here()
-        items = items_of(data, dim)
-        if not items:
-            raise ValueError("data: expected at least one element, got none.")
-        skipped = max(0, len(items) - self.max_size)
-        with self.ledger.writes(len(items) - skipped, skipped) as rows:
-            for position, item in enumerate(items[skipped:], rows.start):
+        items, skipped = items_that_fit(data, dim, self.max_size)
+        with self.ledger.writes(len(items), skipped) as rows:
+            for position, item in enumerate(items, rows.start):
                 self._put(position % self.max_size, item)
         return rows
 
@@ -95,12 +92,7 @@ class ListStorage(Storage):
 
     def clear(self) -> None:
         """See :meth:`Storage.clear`; lets the objects go."""
-        before = list(self._items.items())
-        self.ledger.clear()
-        with self.ledger.writing():
-            for row, item in before:
-                if self._items.get(row) is item:  # else it was written since
-                    del self._items[row]
+        self.ledger.clear_with(self._items)
 
     def read(self, index: NDArray[np.int64]) -> list[Any]:
         """See :meth:`Storage.read`; a list, of copies as far as elements are tensors or TensorDicts."""
@@ -109,17 +101,15 @@ class ListStorage(Storage):
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
         """See :meth:`Storage.overwrite`."""
         self._check_here()
-        items = items_of(data, 0)
-        if len(items) != len(index):
-            raise ValueError(f"data: expected {len(index)} elements to replace as many, got {len(items)}.")
+        items = items_in_place(data, len(index))
         with self.ledger.changing_in_place():
             for row, item in zip(index.tolist(), items, strict=True):
                 self._put(row, item)
 
     def keys(self) -> list[NestedKey]:
         """See :meth:`Storage.keys`; those of the newest element."""
-        positions = self.ledger.positions() if len(self.ledger.gaps()) else range(*self.ledger.live())
-        newest = self._items[positions[-1] % self.max_size][0] if len(positions) else None
+        ranges = self.ledger.ranges(self.ledger.span())
+        newest = self._items[(ranges[-1][1] - 1) % self.max_size][0] if ranges else None
         return leaf_keys(newest) if isinstance(newest, TensorDictBase) else []
 
     def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:

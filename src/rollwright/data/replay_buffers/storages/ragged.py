@@ -14,7 +14,14 @@ from rollwright._keys import NestedKey, key_str
 from rollwright.data.encoding import Decoder, Encoded, PackedRows, encode, pack_rows
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import Storage, check_number
-from rollwright.data.replay_buffers.storages.batches import batches_of, items_of, positive
+from rollwright.data.replay_buffers.storages.batches import (
+    batches_of,
+    items_in_place,
+    items_of,
+    items_that_fit,
+    positive,
+    too_long,
+)
 from rollwright.data.replay_buffers.storages.encoded_rows import EncodedRows, PrivateRows, SharedRows
 
 _UNLIMITED = 1 << 40
@@ -114,16 +121,10 @@ class RaggedStorage(Storage):
 
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
         """See :meth:`Storage.append`."""
-        items = items_of(data, dim)
-        if not items:
-            raise ValueError("data: expected at least one element, got none.")
-        skipped = max(0, len(items) - self.max_size)
+        items, skipped = items_that_fit(data, dim, self.max_size)
         if skipped and len(batches_of(data)) > 1:
-            raise ValueError(
-                f"data: a trajectory of {len(items)} frames is longer than the storage, which has room for "
-                f"{self.max_size}. Make the storage larger, or end trajectories with max_frames_per_traj."
-            )
-        return self._rows.append([_encoded(item) for item in items[skipped:]], skipped)
+            raise too_long(len(items) + skipped, self.max_size)
+        return self._rows.append([_encoded(item) for item in items], skipped)
 
     def element(self, data: Any) -> Any:
         """See :meth:`Storage.element`."""
@@ -131,9 +132,7 @@ class RaggedStorage(Storage):
 
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
         """See :meth:`Storage.overwrite`."""
-        items = [_encoded(item) for item in items_of(data, 0)]
-        if len(items) != len(index):
-            raise ValueError(f"data: expected {len(index)} elements to replace as many, got {len(items)}.")
+        items = [_encoded(item) for item in items_in_place(data, len(index))]
         with self.ledger.changing_in_place():
             self._rows.replace(index.tolist(), items)
 
@@ -158,8 +157,8 @@ class RaggedStorage(Storage):
 
     def keys(self) -> list[NestedKey]:
         """See :meth:`Storage.keys`; those of the newest element."""
-        positions = self.ledger.positions() if len(self.ledger.gaps()) else range(*self.ledger.live())
-        return self._decoder.keys(self._rows.view(int(positions[-1]) % self.capacity)) if len(positions) else []
+        ranges = self.ledger.ranges(self.ledger.span())
+        return self._decoder.keys(self._rows.view((ranges[-1][1] - 1) % self.capacity)) if ranges else []
 
     def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:
         """See :meth:`Storage.entry`.

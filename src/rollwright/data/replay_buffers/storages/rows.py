@@ -16,7 +16,7 @@ from rollwright._tensors import as_tensor
 from rollwright.data.compact import is_table, without_table
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import Storage, check_number
-from rollwright.data.replay_buffers.storages.batches import batches_of, no_objects, positive
+from rollwright.data.replay_buffers.storages.batches import batches_of, no_objects, positive, too_long
 from rollwright.data.replay_buffers.storages.columns import Column, TensorDictBuilder
 from rollwright.data.replay_buffers.storages.memory import Memory, PrivateMemory, Schema, SharedMemory
 from rollwright.data.replay_buffers.storages.structures import (
@@ -181,10 +181,7 @@ class RowStorage(Storage):
         skipped = max(0, total - schema.capacity)
         if skipped:
             if len(parts) > 1:
-                raise ValueError(
-                    f"data: a trajectory of {total} frames is longer than the storage, which has room for "
-                    f"{schema.capacity}. Make the storage larger, or end trajectories with max_frames_per_traj."
-                )
+                raise too_long(total, schema.capacity)
             total = schema.capacity  # the rest would be overwritten
             kept = {key: value.narrow(dim, skipped, total) for key, value in first.entries.items()}
             parts, lengths = [first._replace(entries=kept)], [total]
@@ -375,24 +372,13 @@ class RowStorage(Storage):
         """See :meth:`Storage.overwrite`."""
         schema = self._settled()
         part = self._parts(data, 1, "replace elements")
-        entries = part.entries
         if schema is None:
             raise KeyError("data: nothing is stored that could be replaced. Call extend() first.")
         self._check_keys(schema, part)
-        where = torch.from_numpy(index).to(self._device)
-        values = {}
-        for key, column in self._columns.items():
-            values[key] = value = entries[key].detach().to(self._device)
-            shape, dtype = (len(index), *column.rows.shape[1:]), column.rows.dtype
-            if value.dtype != dtype or value.shape != shape:
-                raise ValueError(
-                    f"data: expected {key!r} of shape {list(shape)} and {dtype}, got "
-                    f"{list(value.shape)} and {value.dtype}."
-                )
+        self._check_forms(schema, part.entries, index.shape)
         with self.ledger.changing_in_place():
             self._check_unchanged(schema)
-            for key, column in self._columns.items():
-                column.put(where, values[key])
+            self.write_entries(index, part.entries)
 
     # Single entries ---------------------------------------------------------------------------
 

@@ -1,29 +1,43 @@
-"""Reservations: the positions of a ring of rows that are being written, and their owners."""
+"""Counters of a ledger, int64 each, in shared memory or in a file: reservations in progress, and gaps."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollwright.data.replay_buffers.ledger.identity import me
-from rollwright.data.replay_buffers.ledger.layout import (
-    ABANDONED,
-    DONE,
-    ISSUED,
-    NUM_SLOTS,
-    OPEN,
-    OWNER,
-    PUBLISHED,
-    SETTLED,
-    SLOT,
-    START,
-    STATE,
-    STOP,
-)
 from rollwright.data.replay_buffers.ledger.locks import RowLock
+
+NUM_SLOTS, NUM_GAPS = 512, 8192  # reservations in progress at a time, and gaps remembered
+HEADER, SLOT, GAP = 16, 4, 4  # numbers in each; the header comes first, then the slots, then the gaps
+
+# In the header
+CAPACITY, ISSUED, SETTLED, PUBLISHED, BASE, REVISION, GAPS, OLDEST_GAP, IDS, HINT = range(10)
+UNCOUNTED = 10  # rows given before the count of rows was last set back
+PASSED = 11  # positions that were passed over, so that what is written after a clear() begins at the first row
+SKIPPED, BASE_CHECK = HEADER - 2, HEADER - 1  # rows that were given and have no position; ~base
+
+# In a slot
+START, STOP, STATE, OWNER = range(4)
+OPEN, DONE, ABANDONED = range(1, 4)  # states
+
+# In a gap, beside start and stop
+LOST = 2  # positions lost so far
+
+
+@cache
+def me() -> int:
+    """A number that identifies this process in reservations, which no other process has or had."""
+    return int.from_bytes(os.urandom(7), "little")
+
+
+os.register_at_fork(after_in_child=me.cache_clear)
+os.register_at_fork(after_in_child=me)  # where there is one thread: each has the same, from the first use
+me()
 
 
 class Reservation(NamedTuple):
@@ -164,3 +178,84 @@ class Reservations:
         start, stop, _, owner = self._slots[SLOT * at : SLOT * (at + 1)]
         whose = "this process" if owner == me() else "another process"
         return f"a reservation of {stop - start} rows by {whose} is not published yet"
+
+
+NO_GAPS = np.zeros((0, 2), np.int64)
+
+
+class Gaps:
+    """A ring of the newest gaps, in the memory of a ledger.
+
+    Each is committed by one store of an int64, as all of the ledger is. They are changed under its lock.
+
+    Args:
+        head: header of the ledger.
+        numbers: of the gaps.
+
+    Attributes:
+        array: the numbers, int64 ``[NUM_GAPS, GAP]``.
+    """
+
+    def __init__(self, head: memoryview, numbers: memoryview) -> None:
+        self._head, self._numbers = head, numbers
+        self.array: NDArray[np.int64] = np.frombuffer(numbers, np.int64).reshape(-1, GAP)
+
+    @property
+    def num_lost(self) -> int:
+        """Positions in all gaps so far."""
+        gaps = self._head[GAPS]
+        return self._numbers[GAP * ((gaps - 1) % NUM_GAPS) + LOST] if gaps else 0
+
+    def within(self, low: int, high: int) -> NDArray[np.int64]:
+        """What lies between two positions: ``[k, 2]``, ascending, apart from one another."""
+        head = self._head
+        gaps = self.array[np.arange(head[OLDEST_GAP], head[GAPS]) % NUM_GAPS, :2]
+        gaps = np.clip(gaps, low, high)
+        gaps = gaps[gaps[:, 1] > gaps[:, 0]]
+        gaps = gaps[np.argsort(gaps[:, 0], kind="stable")]
+        if len(gaps) < 2:
+            return gaps
+        reached = np.maximum.accumulate(gaps[:, 1])
+        first = np.append(True, gaps[1:, 0] > reached[:-1])  # a writer killed while it abandoned leaves a gap twice
+        return np.stack([gaps[first, 0], np.maximum.reduceat(gaps[:, 1], np.flatnonzero(first))], 1)
+
+    def holds(self, position: int) -> bool:
+        """Whether a position is in a gap, of those that are remembered."""
+        gaps = self.array[np.arange(self._head[OLDEST_GAP], self._head[GAPS]) % NUM_GAPS]
+        return bool(((gaps[:, 0] <= position) & (position < gaps[:, 1])).any())
+
+    def add(self, start: int, stop: int, low: int) -> None:
+        """Note a gap.
+
+        Args:
+            start: first position.
+            stop: the one behind the last.
+            low: position before which gaps are forgotten.
+        """
+        if stop <= start:
+            return
+        head, gaps, lost = self._head, self._numbers, self.num_lost
+        while head[OLDEST_GAP] < head[GAPS] and gaps[GAP * (head[OLDEST_GAP] % NUM_GAPS) + STOP] <= low:
+            head[OLDEST_GAP] += 1
+        if head[GAPS] > head[OLDEST_GAP]:
+            last = GAP * ((head[GAPS] - 1) % NUM_GAPS)
+            if gaps[last] <= start and stop <= gaps[last + STOP]:
+                return  # a writer killed between two stores had noted it already
+            if gaps[last + STOP] == start:
+                gaps[last + STOP], gaps[last + LOST] = stop, lost + stop - start
+                return
+            if head[GAPS] - head[OLDEST_GAP] == NUM_GAPS:  # more than are remembered: what lies between is lost too
+                gaps[last] = min(start, gaps[last])
+                gaps[last + STOP], gaps[last + LOST] = max(stop, gaps[last + STOP]), lost + stop - start
+                return
+        at = GAP * (head[GAPS] % NUM_GAPS)
+        gaps[at], gaps[at + STOP], gaps[at + LOST] = start, stop, lost + stop - start
+        head[GAPS] += 1
+
+    def begin(self, num_lost: int) -> None:
+        """Forget all gaps, apart from the number of positions in them."""
+        head = self._head
+        head[OLDEST_GAP] = head[GAPS] = 0
+        self.array[:] = 0
+        if num_lost > 0:  # a gap that nobody reads any more keeps the count
+            self._numbers[LOST], head[GAPS], head[OLDEST_GAP] = num_lost, 1, 1
