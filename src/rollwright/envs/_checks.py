@@ -21,7 +21,6 @@ from rollwright.errors import EnvError, EnvKeyError
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["check_alive", "check_entries", "complete_reset", "complete_step", "done_after_reset", "missing_actions"]
 
 # A spec that was never set has one reward.
 _WITHOUT_REWARD = " (self.reward_spec = Composite(shape=self.batch_size), where the environment has none)"

@@ -14,7 +14,6 @@ from rollwright.errors import EnvError
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["LastSeen", "Masks", "mask_like", "merge_reset", "put_back", "replace_entries", "reset_masks", "with_kept"]
 
 Masks = dict[tuple[str, ...], torch.Tensor]
 

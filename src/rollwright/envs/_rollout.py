@@ -18,7 +18,6 @@ from rollwright.modules.signature import Call, speak_tensordict
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["rand_step", "rollout"]
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 

@@ -32,27 +32,6 @@ from rollwright.errors import EnvError, NotNative, RollwrightError, text_of
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = [
-    "ARRAY_FORMS",
-    "STEPPED",
-    "UnfitOutcome",
-    "ArrayEnv",
-    "ArrayTransform",
-    "Entry",
-    "NameRow",
-    "Rows",
-    "RowsStep",
-    "Values",
-    "array_form",
-    "check_flags",
-    "check_open",
-    "constant",
-    "entries_of",
-    "named_error",
-    "objects_of",
-    "refuse_overrides",
-    "works_on_tensordicts",
-]
 
 Rows = NDArray[np.bool_]
 Values = dict[NestedKey, Any]

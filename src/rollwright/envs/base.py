@@ -36,7 +36,6 @@ from rollwright.errors import EnvError, EnvKeyError, RollwrightError, text_of
 if TYPE_CHECKING:
     from rollwright.envs.arrays import ArrayEnv
 
-__all__ = ["EnvBase", "register_extension"]
 
 T = TypeVar("T")
 _extensions: dict[str, Callable[[Any, Any], EnvBase]] = {}

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-__all__ = ["closed_on_error"]
-
 
 @contextmanager
 def closed_on_error(envs: Sequence[Any]) -> Iterator[None]:

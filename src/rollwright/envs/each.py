@@ -7,8 +7,6 @@ from typing import Any
 
 from rollwright.errors import EnvError, RollwrightError
 
-__all__ = ["EACH", "own_kwargs", "renamed"]
-
 EACH = "list_of_kwargs"  # among the arguments of a reset: those of one worker each
 
 

@@ -17,24 +17,6 @@ from rollwright.envs.each import renamed
 from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_env, remedy_for
 from rollwright.errors import EnvError, RollwrightError, text_of
 
-__all__ = [
-    "check_apart",
-    "SPECS",
-    "EnvFunction",
-    "EnvMaker",
-    "Factories",
-    "FactoryKwargs",
-    "GymnasiumEnv",
-    "call_each",
-    "common_batch_size",
-    "common_device",
-    "factories",
-    "is_ragged",
-    "made",
-    "placed",
-    "stacked_specs",
-]
-
 GymnasiumEnv = gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any]
 Factory = Callable[..., EnvBase]  # what functions of users become
 EnvFunction = Callable[..., EnvBase | GymnasiumEnv]

@@ -24,8 +24,6 @@ from rollwright.envs.recreation.policy import RecreationWarning, check_failure
 from rollwright.envs.serial_arrays import SerialArrays
 from rollwright.errors import RollwrightError
 
-__all__ = ["SerialEnv"]
-
 
 class SerialEnv(IndexedEnvs):
     """A batch of environments that are stepped one after the other.

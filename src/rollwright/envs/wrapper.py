@@ -11,8 +11,6 @@ from rollwright._keys import NestedKey
 from rollwright.envs.arrays import ArrayEnv, Entry
 from rollwright.envs.base import EnvBase
 
-__all__ = ["WrapperArrays", "WrapperEnv"]
-
 
 class WrapperEnv(EnvBase):
     """An environment around another one; attributes that it does not have itself are those of ``base_env``.

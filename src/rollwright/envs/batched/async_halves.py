@@ -20,8 +20,6 @@ from rollwright.envs.batched.hosting.processes import DEFAULT_TIMEOUT_S
 from rollwright.envs.factories import placed
 from rollwright.errors import EnvError
 
-__all__ = ["INDEX", "AsyncHalves", "first_index"]
-
 INDEX = "env_index"
 STEP, RESET, BOTH = "step", "reset", "step_and_maybe_reset"
 

@@ -23,8 +23,6 @@ from rollwright.envs.each import own_kwargs
 from rollwright.envs.factories import EnvFunction, GymnasiumEnv
 from rollwright.envs.libs.foreign import as_maker, check_maker, makers_in, remedy_for
 
-__all__ = ["AsyncEnvPool"]
-
 _BACKENDS = ("threading", "multiprocessing")
 _STACKS = ("dense", "maybe_dense", "lazy")
 

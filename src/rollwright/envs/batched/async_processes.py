@@ -22,8 +22,6 @@ from rollwright.envs.each import renamed
 from rollwright.envs.factories import Factory
 from rollwright.errors import EnvError, RollwrightError
 
-__all__ = ["ProcessSlots"]
-
 _NAP_S = 0.2
 
 

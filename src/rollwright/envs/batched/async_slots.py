@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDictBase
 
-__all__ = ["Came", "Slots"]
-
 
 class Came(NamedTuple):
     """The result of a step or a reset.

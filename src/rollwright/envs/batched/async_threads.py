@@ -22,8 +22,6 @@ from rollwright.envs.each import renamed
 from rollwright.envs.factories import Factory, call_each, check_apart, made, placed
 from rollwright.errors import EnvError, RollwrightError
 
-__all__ = ["ThreadSlots"]
-
 GONE, LEFT = "gone", "left behind"
 _LAST_BREATH_S = 2.0  # of a thread that has nothing left to do
 

@@ -29,8 +29,6 @@ from rollwright.envs.factories import (
 )
 from rollwright.errors import EnvError, RollwrightError
 
-__all__ = ["BatchedEnv"]
-
 
 class BatchedEnv(EnvBase):
     """A batch of environments, ``[num_workers, *batch]``.

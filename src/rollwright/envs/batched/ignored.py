@@ -7,8 +7,6 @@ from typing import Any, TypedDict
 
 from rollwright._options import refuse_unknown
 
-__all__ = ["IgnoredOptions", "check_ignored"]
-
 
 class IgnoredOptions(TypedDict, total=False):
     """Accepted so that programs written with them run: data goes through shared memory, and is the caller's own."""

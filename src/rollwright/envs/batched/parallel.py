@@ -28,8 +28,6 @@ from rollwright.envs.recreation.policy import check_failure
 from rollwright.envs.recreation.rows import Missed, end_rows
 from rollwright.envs.serial import SerialEnv
 
-__all__ = ["ParallelEnv"]
-
 
 class ParallelEnv(RemoteEnvs):
     """A batch of environments that live in other processes, many in each, and are stepped at the same time.

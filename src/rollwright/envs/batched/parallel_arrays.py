@@ -34,8 +34,6 @@ from rollwright.errors import NotNative
 if TYPE_CHECKING:
     from rollwright.envs.batched.parallel import ParallelEnv
 
-__all__ = ["ParallelArrays"]
-
 
 class ParallelArrays(BatchArrays):
     """The array form of a :class:`ParallelEnv`, or of a range of its environments.

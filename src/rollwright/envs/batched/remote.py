@@ -17,8 +17,6 @@ from rollwright.envs.batched.hosting.rows import HostedRows
 from rollwright.envs.batched.views import IndexedEnvs
 from rollwright.errors import EnvError
 
-__all__ = ["RemoteEnvs"]
-
 
 class RemoteEnvs(IndexedEnvs):
     """All of :class:`~rollwright.envs.batched.parallel.ParallelEnv` but steps and resets."""

@@ -15,8 +15,6 @@ from rollwright.envs.each import EACH
 from rollwright.envs.factories import placed
 from rollwright.errors import EnvError
 
-__all__ = ["EnvsView", "IndexedEnvs"]
-
 
 class IndexedEnvs(BatchedEnv):
     """A batch of environments of which some can be stepped, reset, seeded and looked into: a base class."""

@@ -14,7 +14,6 @@ from rollwright.errors import EnvError, RollwrightError, SpecError
 if TYPE_CHECKING:
     from rollwright.envs.libs.gym import GymWrapper
 
-__all__ = ["FLAG_TYPES", "GymRows"]
 
 FLAG_TYPES = (bool, np.bool_)  # what flags of a single environment are, as a rule
 

@@ -18,8 +18,6 @@ from rollwright.envs.libs.library import LibraryEnv
 from rollwright.envs.utils import check_env_specs
 from rollwright.errors import EnvError, SpecError
 
-__all__ = ["BaseInfoDictReader", "InfoReadingEnv", "default_info_dict_reader"]
-
 Info = Mapping[str, Any]
 
 

@@ -16,8 +16,6 @@ from rollwright._foreign import class_path
 from rollwright.envs.libs._registered import check_registered, registered
 from rollwright.errors import EnvError
 
-__all__ = ["FrameSkip", "decorate", "make", "name_of_observation", "space_of"]
-
 GymnasiumEnv = gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any]
 Wrap = Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]
 

@@ -12,8 +12,6 @@ from gymnasium.envs.registration import EnvSpec
 
 from rollwright.errors import EnvError, MissingExtraError
 
-__all__ = ["Available", "check_registered", "registered"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ import gymnasium
 
 from rollwright._warnings import warn_user
 
-__all__ = ["gym_backend", "set_gym_backend"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -16,8 +16,6 @@ from rollwright.envs.libs.gym import GymWrapper
 from rollwright.envs.libs.keywords import EnvPoolKeywords
 from rollwright.errors import EnvError, require
 
-__all__ = ["EnvPoolEnv"]
-
 # What decides how a pool is stepped; other options go to envpool.make as they are.
 _RESERVED = ("batch_size", "env_seed", "env_type", "gym_reset_return_info", "max_num_players")
 

@@ -21,8 +21,6 @@ from rollwright.envs.libs.torchrl import TorchRLWrapper
 from rollwright.envs.libs.vector.batched import BatchedEnv, is_batched
 from rollwright.envs.libs.vmas import VmasWrapper
 
-__all__ = ["as_env", "as_maker", "check_maker", "is_around", "is_env", "makers_in", "remedy_for"]
-
 
 class _Library(NamedTuple):
     """How environments of another library are taken.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-__all__ = ["EnvPoolKeywords", "GymKeywords"]
-
 
 class GymKeywords(TypedDict, total=False):
     """What ``gymnasium.make`` and the environments of gymnasium, ALE and gymnasium-robotics take."""

@@ -34,8 +34,6 @@ from rollwright.envs.arrays import (
 from rollwright.envs.base import EnvBase
 from rollwright.errors import NotNative, RollwrightError
 
-__all__ = ["LibraryArrays", "LibraryEnv"]
-
 _COLUMNS = ("reward", *FLAGS)  # ``[*batch]``, and in a TensorDict ``[*batch, 1]``
 
 

@@ -30,8 +30,6 @@ from rollwright.envs.libs.pettingzoo.groups import groups_of
 from rollwright.envs.own.tensors import OwnTensors
 from rollwright.errors import EnvError, require
 
-__all__ = ["VmasEnv", "VmasWrapper"]
-
 
 class VmasWrapper(EnvBase):
     """An environment of VMAS that exists already: ``num_envs`` of them, batch size ``[num_envs]``.

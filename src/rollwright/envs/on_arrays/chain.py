@@ -10,8 +10,6 @@ from rollwright.envs.arrays import FLAGS, ArrayEnv, ArrayTransform, Rows, Values
 from rollwright.envs.on_arrays.tensordicts import Deviation, OnTensorDicts, RootTensorDicts, as_tensordict
 from rollwright.errors import RollwrightError
 
-__all__ = ["ArrayChain", "ChainDeviation"]
-
 Step = Callable[[Values, Values], None]
 Reset = Callable[[Values, "Rows | None", "Values | None"], None]
 

@@ -14,8 +14,6 @@ from rollwright.data.specs.gymspaces import numpy_dtype
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values
 from rollwright.errors import EnvError, NotNative
 
-__all__ = ["by_entries", "on_array"]
-
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
 

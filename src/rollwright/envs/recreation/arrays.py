@@ -27,8 +27,6 @@ from rollwright.errors import EnvError, NotNative, RollwrightError
 if TYPE_CHECKING:
     from rollwright.envs.recreation.env import RecreatedEnv
 
-__all__ = ["RecreatedArrays"]
-
 
 class RecreatedArrays(WrapperArrays):
     """The array form of a :class:`~rollwright.envs.recreation.env.RecreatedEnv`.

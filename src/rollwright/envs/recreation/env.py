@@ -24,8 +24,6 @@ from rollwright.envs.recreation.policy import RecreationPolicy
 from rollwright.envs.wrapper import WrapperEnv
 from rollwright.errors import EnvError, RollwrightError
 
-__all__ = ["RecreatedEnv"]
-
 
 class RecreatedEnv(WrapperEnv):
     """An environment around another one, ``base_env``, which is replaced by a new one when it raises.

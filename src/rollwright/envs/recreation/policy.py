@@ -14,16 +14,6 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.each import renamed
 from rollwright.errors import RollwrightError
 
-__all__ = [
-    "FAILURE",
-    "MAX_FAILURES",
-    "Hook",
-    "RecreationPolicy",
-    "RecreationWarning",
-    "check_failure",
-    "num_recreations",
-]
-
 Hook = Callable[[EnvBase, EnvBase | None], Any]
 
 FAILURE = ("raise", "recreate")

@@ -19,8 +19,6 @@ from rollwright.envs.each import renamed
 from rollwright.envs.recreation.policy import MAX_FAILURES, RecreationWarning
 from rollwright.errors import EnvError, RollwrightError
 
-__all__ = ["Missed", "Recreation", "end_array_rows", "end_rows"]
-
 
 class Missed(NamedTuple):
     """Rows whose trajectories end with a step, since their environments are new ones now.

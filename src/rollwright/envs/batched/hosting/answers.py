@@ -15,8 +15,6 @@ from rollwright._processes.pool import Answer, PendingCall
 from rollwright.envs.batched.hosting.messages import OutcomeStructure, Recreated, Reply, RowFailure
 from rollwright.envs.recreation.policy import RecreationPolicy
 
-__all__ = ["Answers", "Gathered", "LostProcess"]
-
 
 class LostProcess(NamedTuple):
     """A process that has ended, or was ended because an environment did not return.

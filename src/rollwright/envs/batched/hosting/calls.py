@@ -17,27 +17,6 @@ from rollwright.envs.arrays import Entry
 from rollwright.envs.batched.batch_arrays import ArrayFacts
 from rollwright.envs.batched.hosting.host import Hosted
 
-__all__ = [
-    "ITSELF",
-    "METHOD",
-    "ArrayFacts",
-    "EnvFacts",
-    "array_facts",
-    "call",
-    "check_arrays",
-    "checkpoint",
-    "describe",
-    "fetch",
-    "load_checkpoint",
-    "load_state",
-    "look_up",
-    "move",
-    "pickled",
-    "see_roots",
-    "set_seed",
-    "state",
-]
-
 METHOD = "a method"  # stands for what can be called, which stays where it is
 ITSELF = "the environment itself"
 

@@ -48,8 +48,6 @@ from rollwright.envs.factories import check_apart, made, placed
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationPolicy
 
-__all__ = ["DONE_ROWS", "Hosted", "serve_envs"]
-
 DONE_ROWS = "finished"  # int64 [rows]: the ticket of the last command that was finished in the row
 
 

@@ -13,8 +13,6 @@ from rollwright._memory import Layout, Segment
 from rollwright.envs.batched.hosting.messages import SetLayout
 from rollwright.envs.batched.hosting.shared_rows import SharedRows
 
-__all__ = ["Entries", "InputLayouts", "Signature"]
-
 MOST_LAYOUTS = 16
 
 Signature = tuple[tuple[NestedKey, tuple[int, ...], torch.dtype | np.dtype[Any]], ...]

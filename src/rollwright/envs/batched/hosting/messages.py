@@ -12,23 +12,6 @@ from rollwright._processes.failures import ExceptionInfo
 from rollwright.envs.recreation.policy import RecreationPolicy
 from rollwright.errors import EnvError
 
-__all__ = [
-    "AHEAD",
-    "CallFunction",
-    "OutcomeStructure",
-    "SetLayout",
-    "Close",
-    "RowFailure",
-    "Recreated",
-    "Reply",
-    "ResetArrays",
-    "ResetRows",
-    "Some",
-    "StepArrays",
-    "StepRows",
-    "as_raised",
-]
-
 Some = tuple[int, ...] | None  # rows; None: all that the process hosts
 
 AHEAD = "ahead"  # nest of first values, in shared rows

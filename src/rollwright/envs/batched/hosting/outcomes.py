@@ -17,8 +17,6 @@ from rollwright.envs.batched.hosting.processes import EnvProcesses
 from rollwright.envs.batched.hosting.shared_rows import SharedRows
 from rollwright.envs.batched.hosting.td_rows import Nests, dense_leaves, nested
 
-__all__ = ["Outcomes", "Sent", "lay_out_outcomes", "overwritten", "send_rows", "shareable"]
-
 Shapes = dict[NestedKey, tuple[tuple[int, ...], torch.dtype]]
 
 

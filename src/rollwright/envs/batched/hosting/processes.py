@@ -32,8 +32,6 @@ from rollwright.envs.batched.hosting.shared_rows import SharedRows
 from rollwright.envs.factories import Factory
 from rollwright.errors import EnvError
 
-__all__ = ["CommandMaker", "EnvProcesses", "default_num_processes"]
-
 DEFAULT_TIMEOUT_S = 3600.0  # for an environment that has no limit of its own
 START_S = 600.0
 CLOSE_S = 10.0

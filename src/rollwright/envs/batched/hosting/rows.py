@@ -14,8 +14,6 @@ from rollwright.envs.batched.hosting.processes import CommandMaker, EnvProcesses
 from rollwright.envs.recreation.rows import Missed, Recreation
 from rollwright.errors import EnvError, NotNative
 
-__all__ = ["HostedRows"]
-
 
 class HostedRows:
     """The environments of a batch, from their start until they are closed.

@@ -10,8 +10,6 @@ from torch import Tensor
 from rollwright._keys import NestedKey
 from rollwright._memory import Layout, Segment, in_numpy
 
-__all__ = ["SharedRows"]
-
 
 class SharedRows:
     """Entries of a segment, as tensors and as arrays over the same memory.

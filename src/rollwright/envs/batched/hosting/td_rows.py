@@ -11,8 +11,6 @@ from torch import Tensor
 
 from rollwright._keys import NestedKey, place
 
-__all__ = ["Nests", "dense_leaves", "nested", "row_of"]
-
 Nests = dict[tuple[str, ...], tuple[int, ...]]
 
 

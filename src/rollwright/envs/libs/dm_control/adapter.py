@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from rollwright.errors import EnvError, require
 
-__all__ = ["DMEnvAdapter"]
-
 
 class DMEnvAdapter(gymnasium.Env[Any, Any]):
     """An environment of dm_env as one of gymnasium; arrays keep their dtypes, and scalars have shape ``[1]``.

@@ -15,8 +15,6 @@ from rollwright.envs.libs.dm_control.adapter import DMEnvAdapter
 from rollwright.envs.libs.gym import GymWrapper
 from rollwright.errors import EnvError, require
 
-__all__ = ["DMControlEnv", "DMControlWrapper"]
-
 
 class DMControlWrapper(GymWrapper):
     """An environment of dm_control, or another ``dm_env.Environment``, that exists already.

@@ -19,8 +19,6 @@ from rollwright.envs.arrays import FLAGS, Values
 from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, in_numpy_dtype, leaves_of, spec_of
 from rollwright.errors import EnvError
 
-__all__ = ["AgentGroup", "Outcome"]
-
 
 class Outcome(NamedTuple):
     """What a step or a reset gave, by agent; a flag that is missing is as it was."""

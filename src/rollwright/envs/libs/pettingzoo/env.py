@@ -19,8 +19,6 @@ from rollwright.envs.libs.pettingzoo.agents import AgentGroup, Outcome
 from rollwright.envs.libs.pettingzoo.groups import groups_of
 from rollwright.errors import EnvError, require
 
-__all__ = ["PettingZooEnv", "PettingZooWrapper"]
-
 _FAMILIES = ("pettingzoo.butterfly", "pettingzoo.classic", "pettingzoo.sisl", "pettingzoo.atari", "mpe2")
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-__all__ = ["MarlGroupMapType", "groups_of"]
-
 
 class MarlGroupMapType(Enum):
     """Groupings of agents that are often used."""
