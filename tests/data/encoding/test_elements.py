@@ -18,11 +18,11 @@ from rollwright.data.encoding import (
     Decoder,
     DecodingError,
     PackedRows,
-    classes,
     encode,
     pack_rows,
     register_tensorclass,
 )
+from rollwright.data.encoding import objects as objects_module
 from rollwright.errors import DamagedFileError
 
 
@@ -199,7 +199,7 @@ def test_a_tensorclass_comes_back_as_itself():
 
 def test_a_class_that_nobody_registered_is_a_tensordict(monkeypatch):
     memory = written(TensorDict({"message": Message(role="user", content="hi")}))
-    monkeypatch.setattr(classes, "_known", {})
+    monkeypatch.setattr(objects_module, "_known", {})
     found = Decoder().decode(memory)["message"]
     assert type(found) is TensorDict
     assert (found["role"], found["content"]) == ("user", "hi")
@@ -211,8 +211,8 @@ def test_a_class_that_nobody_registered_is_a_tensordict(monkeypatch):
 
 @pytest.mark.parametrize("path", ["os.system", "subprocess.Popen", "rollwright.__main__.main", "pickle.loads", "x"])
 def test_reading_imports_and_runs_nothing(path, monkeypatch):
-    monkeypatch.setattr(classes, "_known", {})
-    monkeypatch.setattr(classes.importlib, "import_module", lambda name: pytest.fail(f"imported {name}"))
+    monkeypatch.setattr(objects_module, "_known", {})
+    monkeypatch.setattr(objects_module.importlib, "import_module", lambda name: pytest.fail(f"imported {name}"))
     name = f"{Message.__module__}.{Message.__qualname__}".encode()
     data = TensorDict({"message": Message(role="user", content="hi")})
     memory = written(data)

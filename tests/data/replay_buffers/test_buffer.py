@@ -26,7 +26,7 @@ from rollwright.data import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from rollwright.data.replay_buffers._prefetch import Ticket
+from rollwright.data.replay_buffers._threads import Ticket
 from rollwright.envs.transforms import Compose, RewardScaling, Transform
 
 STORAGES = [LazyTensorStorage, LazyMemmapStorage, ListStorage, RaggedStorage]

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from tests.patience import patient
 
-from rollwright.data.replay_buffers._prefetch import Prefetcher, Ticket
+from rollwright.data.replay_buffers._threads import Prefetcher, Ticket
 
 
 @pytest.mark.parametrize("ended", ["drop", "shutdown"])

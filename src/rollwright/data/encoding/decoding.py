@@ -15,9 +15,8 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.encoding import layout
-from rollwright.data.encoding.classes import class_at
 from rollwright.data.encoding.layout import ALIGNMENT, DTYPES, HEAD, MARK
-from rollwright.data.encoding.objects import load_object
+from rollwright.data.encoding.objects import class_at, load_object
 from rollwright.data.unchecked import unchecked_td
 
 _MOST_PLANS = 4096

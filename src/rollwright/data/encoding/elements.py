@@ -14,9 +14,8 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 
 from rollwright._keys import unravel
 from rollwright.data.encoding import layout
-from rollwright.data.encoding.classes import remember
 from rollwright.data.encoding.layout import ALIGNMENT, DTYPES, HEAD, MARK
-from rollwright.data.encoding.objects import NotJSONError, dump_object
+from rollwright.data.encoding.objects import NotJSONError, dump_object, remember
 
 _MOST_SCHEMAS = 4096
 _NAMES = {dtype: (name, bits) for name, (dtype, bits) in DTYPES.items()}

@@ -41,9 +41,8 @@ from rollwright.data.layout.boundaries import (
 )
 from rollwright.data.layout.frames import blank_frame, is_dense, stack_frames
 from rollwright.data.layout.nested import NestedTrajectories
-from rollwright.data.layout.runs import Runs, last_steps, trajectory_runs
+from rollwright.data.layout.runs import Runs, Trajectories, last_steps, trajectories, trajectory_runs
 from rollwright.data.layout.splitting import join_trajectories, pad_trajectories, split_trajectories
-from rollwright.data.layout.views import Trajectories, trajectories
 
 __all__ = [
     "DONE",

@@ -12,8 +12,7 @@ from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel, w
 from rollwright.data.layout.boundaries import MASK
 from rollwright.data.layout.frames import blank_frame, is_dense, stack_frames
 from rollwright.data.layout.nested import NestedTrajectories
-from rollwright.data.layout.runs import check_rows, find_mask, mask_of, place_of, trajectory_runs
-from rollwright.data.layout.views import Trajectories
+from rollwright.data.layout.runs import Trajectories, check_rows, find_mask, mask_of, place_of, trajectory_runs
 
 
 def split_trajectories(

@@ -83,12 +83,13 @@ def check_given(
         raise ValueError("pin_memory: torch sees no CUDA device to pin memory for. Leave it out.")
 
 
-def dimension(name: str, value: int, ndim: int) -> int:
-    """A dimension, counted from the front.
+def dimension(name: str, value: int | None, ndim: int) -> int:
+    """A dimension, counted from the front; None: the last.
 
     Raises:
         ValueError: there is no such dimension.
     """
+    value = ndim - 1 if value is None else value
     if not isinstance(value, int) or not -ndim <= value < ndim:
         raise ValueError(f"{name}: expected a dimension of a storage of ndim={ndim}, got {value!r}.")
     return value % ndim

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -40,7 +41,7 @@ from rollwright.data.replay_buffers._arguments import (
     stacked,
     with_info,
 )
-from rollwright.data.replay_buffers._prefetch import Prefetcher, Ticket
+from rollwright.data.replay_buffers._threads import Prefetcher
 from rollwright.data.replay_buffers.conditional import (
     ConditionalUpdateResult,
     set_entries,
@@ -172,9 +173,7 @@ class ReplayBuffer:
                 f"max_capacity: expected at least {self.storage.requested_size}, the storage's size, in "
                 f"{type(self.sampler).__name__}, got {room}. Pass the storage's max_size."
             )
-        self.dim_extend = (
-            self.storage.ndim - 1 if dim_extend is None else dimension("dim_extend", dim_extend, self.storage.ndim)
-        )
+        self.dim_extend = dimension("dim_extend", dim_extend, self.storage.ndim)
         self._prefetch = prefetch and positive("prefetch", prefetch)
         if shared:
             self.check_shareable()
@@ -191,7 +190,8 @@ class ReplayBuffer:
         self.fillers = Fillers()
         self.reset_after_fork()
         on_fork(self, lambda buffer: buffer.drawing)  # the sampler has to be whole there
-        self._prefetcher = Prefetcher(self._prefetch, self._draw_prefetched) if self._prefetch else None
+        size = cast(int, self.batch_size)
+        self._prefetcher = Prefetcher(self._prefetch, partial(self._sample, size)) if self._prefetch else None
 
     def reset_after_fork(self) -> None:
         """Begin with a lock that nobody holds."""
@@ -368,9 +368,6 @@ class ReplayBuffer:
     def _drawn(self, size: int) -> tuple[Any, dict[str, Any], bool]:
         return self._sample(size, contextlib.nullcontext()) if self._prefetcher is None else self._prefetcher.next()
 
-    def _draw_prefetched(self, turn: Ticket) -> tuple[Any, dict[str, Any], bool]:
-        return self._sample(cast(int, self.batch_size), turn)
-
     def _sample(self, size: int, turn: contextlib.AbstractContextManager[None]) -> tuple[Any, dict[str, Any], bool]:
         storage = self.storage
         storage.ledger.settle()
@@ -492,18 +489,9 @@ class ReplayBuffer:
 
     # Elements ---------------------------------------------------------------------------------
 
-    # Programs of the field reach for these names.
-    @property
-    def _storage(self) -> Storage:
-        return self.storage
-
-    @property
-    def _sampler(self) -> Sampler:
-        return self.sampler
-
-    @property
-    def _writer(self) -> Writer:
-        return self.writer
+    _storage = property(attrgetter("storage"))  # programs of the field reach for these names
+    _sampler = property(attrgetter("sampler"))
+    _writer = property(attrgetter("writer"))
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Whether :meth:`sample` would find something to draw, or, of a buffer that consumes, a full batch."""
@@ -709,8 +697,7 @@ class ReplayBuffer:
         collate_fn = self.collate_fn if collate_fn is None else collate_fn
         check_given(collate_fn, None, None, None, None, pin_memory=False)
         storage = made("storage", storage, Storage, ListStorage)
-        given = storage.ndim - 1 if self._dim_given is None else self._dim_given
-        dim = dimension("dim_extend", given, storage.ndim)
+        dim = dimension("dim_extend", self._dim_given, storage.ndim)
         self.drop_prefetched()
         with self.drawing:
             self.storage, self.dim_extend, self.collate_fn = storage, dim, collate_fn

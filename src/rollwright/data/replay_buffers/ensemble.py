@@ -127,7 +127,7 @@ class ReplayBufferEnsemble:
         members = self.members
         if any(member.insert_limiter is not None for member in members):
             raise ValueError("limiter: expected members without one of their own. Give it to the ensemble alone.")
-        drawn = members if self.p is None else [m for m, p in zip(members, self.p.tolist(), strict=True) if p]
+        drawn = self._drawable()
         limiter.bind(
             Counts(
                 write_count=self.num_given,
@@ -140,6 +140,11 @@ class ReplayBufferEnsemble:
         )
         for member in members:
             member.insert_limiter = limiter
+
+    def _drawable(self) -> list[ReplayBuffer]:
+        """The members that may be drawn."""
+        weights = [1.0] * len(self.members) if self.p is None else self.p.tolist()
+        return [member for member, p in zip(self.members, weights, strict=True) if p]
 
     def _weights(self, p: Sequence[float] | torch.Tensor) -> torch.Tensor:
         weights = as_tensor(p, dtype=torch.float64)
@@ -367,9 +372,7 @@ class ReplayBufferEnsemble:
         """Whether all members that may be drawn can be sampled; see :meth:`ReplayBuffer.can_sample`."""
         size = batch_size or self.batch_size
         row_size = None if size is None else self._row_size(size)
-        weights = [1.0] * len(self.members) if self.p is None else self.p.tolist()
-        drawn = [member for member, p in zip(self.members, weights, strict=True) if p]
-        return all(member.can_sample(row_size) for member in drawn)
+        return all(member.can_sample(row_size) for member in self._drawable())
 
     def stats(self) -> dict[str, Any]:
         """Counts of all members together, and their number, ``"num_buffers"``; see :meth:`ReplayBuffer.stats`."""

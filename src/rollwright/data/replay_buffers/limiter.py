@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from rollwright._interrupts import uninterrupted
-from rollwright.data.replay_buffers._progress import ProgressCondition
+from rollwright.data.replay_buffers._threads import ProgressCondition
 from rollwright.data.replay_buffers.storages.batches import positive
 
 T = TypeVar("T")

@@ -4,12 +4,18 @@ from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.binary import Binary
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.discrete import Categorical, OneHot
-from rollwright.data.specs.domains import BoundedContinuous, BoundedDiscrete, UnboundedContinuous, UnboundedDiscrete
 from rollwright.data.specs.from_data import make_composite_from_td
 from rollwright.data.specs.gymspaces import from_gym_space, to_gym_space, to_gym_value
 from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
 from rollwright.data.specs.nontensor import NonTensor
-from rollwright.data.specs.numeric import Bounded, Unbounded
+from rollwright.data.specs.numeric import (
+    Bounded,
+    BoundedContinuous,
+    BoundedDiscrete,
+    Unbounded,
+    UnboundedContinuous,
+    UnboundedDiscrete,
+)
 from rollwright.data.specs.spaces import BitSpace, IntervalSpace, OutcomeSpace, OutcomeSpaces, Space
 from rollwright.data.specs.stacks.stack import stack
 from rollwright.data.specs.stacks.stacked import Stacked

@@ -13,7 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, key_str, leaves, place, unravel
 from rollwright._tensors import as_tensor
-from rollwright.data.encoding.classes import class_at, remember
+from rollwright.data.encoding.objects import class_at, remember
 
 Form = Any
 """What an element is, as JSON can hold it; None: a tensor, or a TensorDict of tensors and TensorDicts.

@@ -13,8 +13,7 @@ import torch
 
 from rollwright._memory import keep_freed_memory
 from rollwright.data.replay_buffers.service.messages import Ready
-from rollwright.data.replay_buffers.service.serving.dumps import Dumps
-from rollwright.data.replay_buffers.service.serving.journal import Journal
+from rollwright.data.replay_buffers.service.serving.dumps import Dumps, Journal
 from rollwright.data.replay_buffers.service.serving.keeper import Keeper
 from rollwright.data.replay_buffers.service.serving.server import Server
 from rollwright.data.replay_buffers.storages.base import Storage

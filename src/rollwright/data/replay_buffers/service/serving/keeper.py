@@ -13,8 +13,7 @@ from rollwright._processes.failures import ExceptionInfo
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.service.messages import Info, Reply, Request, WriterName
 from rollwright.data.replay_buffers.service.packing import pack, unpack
-from rollwright.data.replay_buffers.service.serving.dumps import Dumps
-from rollwright.data.replay_buffers.service.serving.journal import Journal
+from rollwright.data.replay_buffers.service.serving.dumps import Dumps, Journal
 
 Answer = tuple[Reply, Sequence[memoryview]]
 _LASTING = {"insert_transform", "set_sampler", "set_writer", "set_storage", "set_rng"}  # and no element
