@@ -28,6 +28,7 @@ from rollwright.envs._partial_reset import (
 from rollwright.envs._rollout import rand_step, rollout
 from rollwright.envs._specs import EnvSpecs
 from rollwright.envs.closing import closed_on_error
+from rollwright.envs.on_arrays.steps import StepsOnArrays
 from rollwright.envs.own.arrays import OwnArrays
 from rollwright.envs.own.tensors import OwnTensors
 from rollwright.envs.utils import check_env_specs
@@ -144,6 +145,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
     made_its_parts: bool = False
     returns_copies: bool = False  # True: what _step and _reset return is never written again, and need not be copied
     resets_by_mask: bool = False
+    steps_on_arrays: bool = False  # True: whoever passes TensorDicts is served by the array form, where there is one
     casts_outcomes: bool = False  # True: what _step and _reset return in other dtypes than the specs' is cast
 
     def __init__(
@@ -391,6 +393,8 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
         """What :meth:`step` puts below ``"next"``: the result of ``_step``, completed and checked."""
+        if self.steps_on_arrays and (stepped := self.step_on_arrays(tensordict)) is not None:
+            return stepped
         with self._named_errors("step", tensordict):
             outcome = self._step(tensordict)
         return complete_step(self, tensordict, outcome)
@@ -400,6 +404,10 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
         with self._named_errors("reset"):
             fresh = self._reset(tensordict, **kwargs)
         return complete_reset(self, tensordict, fresh)
+
+    def step_on_arrays(self, tensordict: TensorDictBase) -> TensorDictBase | None:
+        """:meth:`step_outcome`, by the array form; None: there is none for this step, and nothing was stepped."""
+        return self.remember("steps on arrays", lambda: StepsOnArrays(self))(tensordict)
 
     @contextmanager
     def _named_errors(self, call: str, acting_on: TensorDictBase | None = None) -> Iterator[None]:

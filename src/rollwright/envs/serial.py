@@ -18,7 +18,6 @@ from rollwright.envs.batched.views import IndexedEnvs
 from rollwright.envs.closing import closed_on_error
 from rollwright.envs.each import own_kwargs
 from rollwright.envs.factories import Factories, Factory, FactoryKwargs, call_each, check_apart, factories, made, placed
-from rollwright.envs.on_arrays.steps import StepsOnArrays
 from rollwright.envs.recreation.env import RecreatedEnv
 from rollwright.envs.recreation.policy import RecreationWarning, check_failure
 from rollwright.envs.serial_arrays import SerialArrays
@@ -75,7 +74,7 @@ class SerialEnv(IndexedEnvs):
         ['CartPole-v1', 'CartPole-v1']
     """
 
-    _not_saved = ("_makers", "openings", "_steps_on_arrays")
+    _not_saved = ("_makers", "openings")
 
     def __init__(
         self,
@@ -121,7 +120,7 @@ class SerialEnv(IndexedEnvs):
         for i, env in enumerate(envs):
             self.add_module(f"worker{i}", env)
         self._last: Sequence[TensorDictBase] | TensorDictBase | None = None  # outcomes of the step before
-        self._steps_on_arrays = StepsOnArrays(self)
+        self._cache.clear()
         self._envs = envs  # from here on, attributes are looked up in them, which may have a "worker0" too
 
     def known_parts(self) -> list[EnvBase]:
@@ -142,7 +141,7 @@ class SerialEnv(IndexedEnvs):
     def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
         """See :meth:`EnvBase.step_outcome`: on arrays, where all environments have that form."""
         one_by_one = self._recreates or self.ndim > 1 or tensordict.get(STEPPED, None) is not None
-        stepped = None if one_by_one else self._steps_on_arrays(tensordict)
+        stepped = None if one_by_one else self.step_on_arrays(tensordict)
         if stepped is None:
             return super().step_outcome(tensordict)
         self._last = stepped.copy()  # transforms write into the other

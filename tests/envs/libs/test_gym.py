@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 from rollwright.data import Binary, Bounded, Categorical, MultiCategorical, MultiOneHot, NonTensor, OneHot, Unbounded
-from rollwright.envs import ParallelEnv, check_env_specs
+from rollwright.envs import ParallelEnv, SerialEnv, check_env_specs
 from rollwright.envs.libs import GymEnv, GymWrapper, default_info_dict_reader, gym_backend, set_gym_backend
 from rollwright.errors import EnvError, EnvKeyError
 
@@ -682,3 +682,14 @@ def test_rewards_have_the_dtype_that_the_wrapper_declares(number):
     rewards = env.rollout(3)["next", "reward"]
     assert rewards.dtype == env.reward_spec.dtype == torch.float64
     assert rewards.flatten().tolist() == [number] * 3
+
+
+@pytest.mark.parametrize("make", [GymEnv, lambda name: SerialEnv(2, lambda: GymEnv(name))])
+def test_a_step_that_is_exchanged_later_is_the_one_that_is_taken(make):
+    env = make("CartPole-v1")
+    env.rollout(2)
+    inner = env.worker0 if isinstance(env, SerialEnv) else env
+    step, taken = inner._step, []
+    inner._step = lambda td: taken.append(td) or step(td)
+    env.rollout(2)
+    assert len(taken) == 2

@@ -17,6 +17,7 @@ from rollwright.data.unchecked import unchecked_td
 from rollwright.envs._checks import complete_reset, complete_step, done_after_reset
 from rollwright.envs.arrays import (
     FLAGS,
+    STEPPING,
     ArrayEnv,
     Entry,
     NameRow,
@@ -34,6 +35,7 @@ from rollwright.envs.arrays import (
 from rollwright.envs.base import EnvBase
 from rollwright.errors import NotNative, RollwrightError
 
+_METHODS = (*STEPPING, "_step", "_reset")
 _COLUMNS = ("reward", *FLAGS)  # ``[*batch]``, and in a TensorDict ``[*batch, 1]``
 
 
@@ -64,6 +66,11 @@ class LibraryEnv(EnvBase):
     def reset_values(self, rows: Rows | None, **kwargs: Any) -> Values:
         """Begin new trajectories where ``rows``, flat, marks; what the first steps are taken from, as arrays."""
 
+    @property
+    def steps_on_arrays(self) -> bool:  # type: ignore[override]
+        """See :class:`EnvBase`: where its values are no tensors."""
+        return not self.returns_tensors
+
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self.tensordict_of(self.step_values(tensordict))
 
@@ -74,20 +81,6 @@ class LibraryEnv(EnvBase):
     def reset_data(self, mask: torch.Tensor | None, **kwargs: Any) -> Values:
         """:meth:`reset_values` of a mask ``[*batch, 1]``; where the other library has tensors, on these."""
         return self.reset_values(None if mask is None else mask.reshape(-1).cpu().numpy(), **kwargs)
-
-    def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """See :class:`EnvBase`: what is read by the spaces is complete, and is not tested again."""
-        tested = self.info_dict_reader or self.run_type_checks
-        if tested or not self.remember("read by its spaces", self._is_read_by_its_spaces):
-            return super().step_outcome(tensordict)
-        with self._named_errors("step", tensordict):
-            return self._step(tensordict)
-
-    def _is_read_by_its_spaces(self) -> bool:
-        try:
-            return self._array_form() is not None
-        except NotNative:
-            return False
 
     def tensordict_of(self, values: Mapping[NestedKey, Any]) -> TensorDict:
         """The data that values by key stand for: arrays, tensors, objects; over the memory of those of the CPU."""
@@ -168,6 +161,8 @@ class LibraryArrays(ArrayEnv):
             raise NotNative("its readers of info have changed")
         if not all(map(is_, _specs_of(self._env), self._specs)):
             raise NotNative("its specs have changed")
+        if not vars(self._env).keys().isdisjoint(_METHODS):
+            raise NotNative("methods of it were exchanged")
         if getattr(self._env, self._env.inner_name) is not self._inner:
             raise NotNative("the environment in it is another one")
 

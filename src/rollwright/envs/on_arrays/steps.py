@@ -29,6 +29,7 @@ class StepsOnArrays:
         self._arrays: ArrayEnv | None = None
         self._may_be_native = True
         self._forms: dict[NestedKey, Entry] = {}
+        self._is_nested = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepsOnArrays, (self._env,)
@@ -53,7 +54,7 @@ class StepsOnArrays:
             place(nested, key, torch.from_numpy(np.asarray(out[key], dtype).reshape(shape)))
         for name, size in arrays.nests.items():
             nested[name] = unchecked_td(nested[name], torch.Size([*arrays.batch, *size]), device=device)
-        return unchecked_td(nested, self._env.batch_size, device=device)
+        return unchecked_td(nested, self._env.batch_size, device=device, nested=self._is_nested)
 
     def _form(self) -> ArrayEnv | None:
         """The array form as it is now."""
