@@ -7,7 +7,7 @@ import sys
 
 from rollwright._processes.network.addresses import SECRET, checked_secret, parse_address, secret_of
 from rollwright.cli.errors import Failure
-from rollwright.collectors.workers.remote.joining import join
+from rollwright.collectors.workers.remote.group import join
 
 __all__ = ["run"]
 

@@ -33,7 +33,7 @@ from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.collectors.weights import LocalWeights
 from rollwright.collectors.workers.options import WorkerOptions
-from rollwright.collectors.workers.transports.backends import WorkerBackend
+from rollwright.collectors.workers.transports import WorkerBackend
 
 if TYPE_CHECKING:
     from rollwright.collectors.keywords import CollectorKeywords, MultiKeywords, WorkerKeywords

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from rollwright._options import check_fields, names_of, whole
 from rollwright.collectors.workers.options import WorkerOptions
-from rollwright.collectors.workers.transports.backends import known_backend, num_workers_of
+from rollwright.collectors.workers.transports import known_backend, num_workers_of
 from rollwright.envs.libs.foreign import makers_in
 
 _makers: list[Callable[..., Any]] = []  # of collectors with workers

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 from tensordict import TensorDictBase
 
 from rollwright.collectors.options import Buffer, Device, Interrupts
-from rollwright.collectors.workers.transports.backends import Backend
+from rollwright.collectors.workers.transports import Backend
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 

@@ -36,20 +36,15 @@ from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.counts import announce_rounding
 from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.policy import check_policy, check_shaped
-from rollwright.collectors.workers.background import WorkersBackground
-from rollwright.collectors.workers.calls import WorkerCalls
+from rollwright.collectors.workers.control import WorkerCalls, WorkersBackground
 from rollwright.collectors.workers.counters import Count
 from rollwright.collectors.workers.options import WorkerOptions, delivery_device, factories_of, options_of_workers
-from rollwright.collectors.workers.schedules.first_come import FirstCome
-from rollwright.collectors.workers.schedules.gather import Gather
-from rollwright.collectors.workers.schedules.joining import restored
-from rollwright.collectors.workers.schedules.orders import Orders
+from rollwright.collectors.workers.schedules.joining import BatchShaping, restored
 from rollwright.collectors.workers.schedules.schedule import Schedule, check_undelivered
-from rollwright.collectors.workers.schedules.shaping import BatchShaping
-from rollwright.collectors.workers.schedules.staleness import Staleness
+from rollwright.collectors.workers.schedules.strategies import FirstCome, Gather, PendingRollouts, Staleness
 from rollwright.collectors.workers.startup import Workers
 from rollwright.collectors.workers.stats import merged_stats, select_workers
-from rollwright.collectors.workers.transports.backends import WorkerBackend
+from rollwright.collectors.workers.transports import WorkerBackend
 from rollwright.collectors.workers.weights import PeriodicUpdates, WorkersWeights
 from rollwright.envs.libs.foreign import check_maker
 from rollwright.weight_update.schemes import Publisher
@@ -231,17 +226,17 @@ class MultiCollector(BaseCollector):
     def _new_schedule(self) -> Schedule:
         own, options = self.own_options, self.options
         stored = options.replay_buffer is not None
-        orders = Orders(self._group, self._workers.store, self.total_frames)
+        rollouts = PendingRollouts(self._group, self._workers.store, self.total_frames)
         staleness = Staleness(
             None if stored else own.max_policy_lag,
             waits=own.policy_lag == "wait",
             versions=lambda: [worker.counters.counts[Count.PUBLISHED] for worker in self._group.workers],
         )
         return Schedule(
-            orders,
-            Gather(orders, join=own.join, least=own.waits_for(self.num_workers))
+            rollouts,
+            Gather(rollouts, join=own.join, least=own.waits_for(self.num_workers))
             if own.sync
-            else FirstCome(orders, staleness, stored=stored),
+            else FirstCome(rollouts, staleness, stored=stored),
             staleness,
             trajs_per_batch=options.trajs_per_batch or options.groups_per_batch,
             padded=options.traj_format == "padded",

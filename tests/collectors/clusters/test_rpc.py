@@ -8,7 +8,7 @@ from tests.collectors.workers.envs import DONE, IDS, STEP, VERSION, gain, makers
 
 from rollwright import collectors
 from rollwright.collectors import RPCCollector
-from rollwright.collectors.workers.remote.process_groups import members
+from rollwright.collectors.workers.remote import rpc
 from rollwright.errors import WorkerError
 from rollwright.weight_update import RPCWeightSyncScheme, WeightSyncScheme
 
@@ -16,7 +16,7 @@ from rollwright.weight_update import RPCWeightSyncScheme, WeightSyncScheme
 @pytest.fixture(autouse=True)
 def noticed(monkeypatch):
     """The notice about RPC was shown before."""
-    monkeypatch.setattr(members, "_has_warned", True)
+    monkeypatch.setattr(rpc, "_has_warned", True)
 
 
 @pytest.fixture

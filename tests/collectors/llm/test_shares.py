@@ -17,8 +17,7 @@ from tests.variants import in_turn
 
 from rollwright._memory import Segment
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.workers.counters import WorkerCounters
-from rollwright.collectors.workers.worker_side.places import PlaceInData, Publications
+from rollwright.collectors.workers.counters import PlaceInData, Publications, WorkerCounters
 
 MODES = {
     "turns": {"dialog_turns_per_batch": 10},

@@ -15,17 +15,12 @@ from rollwright._memory import Segment
 from rollwright._processes.channel import ByValue, ChannelClosed
 from rollwright._processes.connection import NOTHING
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.workers import messages as say
+from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.group import WorkerGroup
-from rollwright.collectors.workers.memory.packing import Packer
-from rollwright.collectors.workers.memory.store import BlockStore
-from rollwright.collectors.workers.restarts import Restarts
-from rollwright.collectors.workers.schedules.first_come import FirstCome
-from rollwright.collectors.workers.schedules.gather import Gather
-from rollwright.collectors.workers.schedules.orders import Orders
+from rollwright.collectors.workers.handles import Restarts, Watchdog
+from rollwright.collectors.workers.memory import BlockStore, Packer
 from rollwright.collectors.workers.schedules.schedule import Schedule
-from rollwright.collectors.workers.schedules.staleness import Staleness
-from rollwright.collectors.workers.watching import Watchdog
+from rollwright.collectors.workers.schedules.strategies import FirstCome, Gather, PendingRollouts, Staleness
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.errors import WorkerError
 
@@ -44,7 +39,7 @@ class FakeWorker:
         self._arrived = deque()
         self._gone = False
         self._frames = 0
-        self._send(say.Ready(1, (), {}, STEPS, 0, "cpu", "cpu", 1, "a fake", {}, ByValue([])))
+        self._send(messages.Ready(1, (), {}, STEPS, 0, "cpu", "cpu", 1, "a fake", {}, ByValue([])))
 
     def _send(self, message):
         self._arrived.append(message)
@@ -52,7 +47,7 @@ class FakeWorker:
 
     def post(self, message):
         match message:
-            case say.Collect(run=run):
+            case messages.Collect(run=run):
                 if self._frames == self._breaks_at:
                     self._gone = True
                     os.write(self._ring, b"1")
@@ -60,12 +55,12 @@ class FakeWorker:
                 frames = torch.arange(self._frames, self._frames + STEPS)
                 self._frames += STEPS
                 rest = self._packer.pack(TensorDict({"frame": frames}, batch_size=STEPS))
-                self._send(say.Collected(run, STEPS, STEPS, False, rest, (), {}, (), 0, 0, 0))
-            case say.Call(serial=serial, path=path):
-                self._send(say.Returned(serial, ByValue(f"{path} of {self._spec.index}")))
-            case say.Pause(serial=serial):
-                self._send(say.Paused(serial))
-            case say.Stop():
+                self._send(messages.Collected(run, STEPS, STEPS, False, rest, (), {}, (), 0, 0, 0))
+            case messages.Call(serial=serial, path=path):
+                self._send(messages.Returned(serial, ByValue(f"{path} of {self._spec.index}")))
+            case messages.Pause(serial=serial):
+                self._send(messages.Paused(serial))
+            case messages.Stop():
                 self._gone = True
                 os.write(self._ring, b"1")
 
@@ -148,9 +143,9 @@ def group_of():
 
 def schedule_of(kind, group, store, **options):
     staleness = Staleness(None, waits=False, versions=lambda: [0, 0])
-    orders = Orders(group, store, math.inf)
-    strategy = Gather(orders, **options) if kind is Gather else FirstCome(orders, staleness, stored=False)
-    schedule = Schedule(orders, strategy, staleness, trajs_per_batch=None, padded=False, stored=False)
+    rollouts = PendingRollouts(group, store, math.inf)
+    strategy = Gather(rollouts, **options) if kind is Gather else FirstCome(rollouts, staleness, stored=False)
+    schedule = Schedule(rollouts, strategy, staleness, trajs_per_batch=None, padded=False, stored=False)
     group.listener = schedule
     return schedule
 
@@ -193,7 +188,7 @@ class Confused(FakeWorker):
     """Answers another order than it was given."""
 
     def post(self, message):
-        super().post(message._replace(run=message.run + 7) if isinstance(message, say.Collect) else message)
+        super().post(message._replace(run=message.run + 7) if isinstance(message, messages.Collect) else message)
 
 
 def test_a_worker_that_answers_what_it_was_not_asked_is_an_error(group_of):

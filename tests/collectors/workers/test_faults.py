@@ -32,7 +32,7 @@ from tests.collectors.workers.processes import burn, gone, heard, wait_until
 from tests.patience import patient
 from tests.variants import in_turn, one_quick
 
-from rollwright.collectors.workers.memory import store
+from rollwright.collectors.workers import memory
 from rollwright.errors import EnvError, PolicyError, WorkerError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*It is replaced:RuntimeWarning")
@@ -374,7 +374,7 @@ def test_memory_that_is_not_to_be_had_costs_a_rollout(make, monkeypatch, kind):
         monkeypatch.undo()
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(store.Block, "__init__", full)
+    monkeypatch.setattr(memory.Block, "__init__", full)
     batches = []  # the other worker's may come before the error, and its trajectories go on
     with pytest.raises(WorkerError, match=r"worker [01]: MemoryError: .*Cannot allocate memory"):
         batches.extend(collector.next() for _ in range(4))

@@ -14,8 +14,8 @@ from tests.collectors.workers.processes import burn, gone, heard, left_behind, w
 from tests.interrupts import Raising
 from tests.patience import patient
 
-from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.member import Member
+from rollwright.collectors.workers import messages
+from rollwright.collectors.workers.handles import WorkerHandle
 from rollwright.weight_update.shared import SharedWeights
 
 BOUND_S = 8.0
@@ -158,7 +158,7 @@ def test_when_weights_have_just_been_published(make, inside, monkeypatch):
 def test_at_the_end_of_a_pause_which_ends_for_all_workers(make, inside, monkeypatch):
     collector = make("sync", makers(), gain(), frames_per_batch=8)
     collector.next()
-    pressed_after(monkeypatch, Member, "send", lambda worker, message: isinstance(message, say.Resume))
+    pressed_after(monkeypatch, WorkerHandle, "send", lambda worker, message: isinstance(message, messages.Resume))
     with pytest.raises(KeyboardInterrupt), inside, collector.pause():
         pass
     monkeypatch.undo()

@@ -17,7 +17,7 @@ from tests.interrupts import EverywhereOnce, pressed
 from tests.variants import in_turn, one_quick
 
 from rollwright.collectors.workers.counters import Count, WorkerState
-from rollwright.collectors.workers.schedules import first_come, gather
+from rollwright.collectors.workers.schedules import strategies
 
 KINDS = ["sync", "async"]
 
@@ -296,15 +296,15 @@ def test_no_trajectory_goes_on_across_a_batch_that_could_not_be_shaped(make):
     assert collector.next() is None
 
 
-@pytest.mark.parametrize(("kind", "module", "name"), [("sync", gather, "joined"), ("async", first_come, "batch_of")])
-def test_what_cannot_be_put_together_is_not_counted_and_leaves_no_block_behind(make, monkeypatch, kind, module, name):
+@pytest.mark.parametrize(("kind", "name"), [("sync", "joined"), ("async", "batch_of")])
+def test_what_cannot_be_put_together_is_not_counted_and_leaves_no_block_behind(make, monkeypatch, kind, name):
     def fail(*_):
         raise MemoryError("no room")
 
     collector = make(kind, makers(length=1000), gain(), frames_per_batch=20, total_frames=200)
     batches = [collector.next().clone()]
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, fail)
+        patch.setattr(strategies, name, fail)
         for _ in range(3):
             with pytest.raises(MemoryError):
                 collector.next()

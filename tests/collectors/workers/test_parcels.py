@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from rollwright._memory.segment import Segment
 from rollwright._processes.channel import Channel
-from rollwright.collectors.workers.memory.packing import Packer, unpack
+from rollwright.collectors.workers.memory import Packer, unpack
 
 DTYPES = [
     torch.bool,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollwright.collectors.workers.restarts import Restarts
+from rollwright.collectors.workers.handles import Restarts
 from rollwright.errors import WorkerError
 
 ERROR = WorkerError("worker 0 was killed")

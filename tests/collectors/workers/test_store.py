@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rollwright._memory.segment import Segment
-from rollwright.collectors.workers.memory.blocks import BatchForm, BlockLayout
-from rollwright.collectors.workers.memory.store import BlockStore
+from rollwright.collectors.workers.memory import BatchForm, BlockLayout, BlockStore
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from tests.collectors.workers.processes import burn, heard, wait_until
 from tests.patience import patient
 from tests.variants import one_quick
 
-from rollwright.collectors.workers import watching
+from rollwright.collectors.workers import handles
 from rollwright.collectors.workers.counters import WorkerState
-from rollwright.collectors.workers.member import Member
+from rollwright.collectors.workers.handles import WorkerHandle
 from rollwright.errors import WorkerError
 from rollwright.testing.mocking_classes import CountingEnv
 
@@ -97,7 +97,7 @@ def test_a_worker_that_waits_for_memory_while_the_consumer_is_busy_is_not_stuck(
 
 @pytest.mark.parametrize("kind", one_quick(KINDS, "sync"))
 def test_a_call_that_takes_too_long_is_known_to_who_waits_for_a_batch(make, monkeypatch, tmp_path, kind):
-    monkeypatch.setattr(watching, "ASIDE_S", 0.5)
+    monkeypatch.setattr(handles, "ASIDE_S", 0.5)
     struck = str(tmp_path / "struck")
     collector = make(kind, makers(), perishing(Trouble("sleep", 0, struck)), frames_per_batch=20)
     collector.next()
@@ -119,7 +119,7 @@ def test_a_call_that_takes_too_long_is_known_to_who_waits_for_a_batch(make, monk
 
 @pytest.mark.parametrize("kind", one_quick(KINDS, "async"))
 def test_a_worker_that_does_not_come_back_from_loading_weights_is_replaced(make, monkeypatch, tmp_path, kind):
-    monkeypatch.setattr(watching, "ASIDE_S", 0.5)
+    monkeypatch.setattr(handles, "ASIDE_S", 0.5)
     policy = perishing(Trouble("sleep", 0, str(tmp_path / "struck")), loaded=True)
     collector = make(kind, makers(), policy, frames_per_batch=20, on_worker_failure="restart", restart_delay=0.01)
     batches = [collector.next()]
@@ -137,7 +137,7 @@ def test_a_worker_that_does_not_come_back_from_loading_weights_is_replaced(make,
 
 
 def test_calls_that_follow_one_another_are_no_long_call(make, monkeypatch):
-    monkeypatch.setattr(watching, "ASIDE_S", 1.0)
+    monkeypatch.setattr(handles, "ASIDE_S", 1.0)
     collector = make("sync", makers(), gain(), frames_per_batch=20)
     until = time.monotonic() + 1.5
     while time.monotonic() < until:
@@ -151,10 +151,10 @@ class Watched:
 
     def __init__(self, step_timeout_s):
         self.now, self.stopped_s = 1000.0, 0.0
-        self.watch = watching.Watchdog(step_timeout_s, lambda: self.now)
+        self.watch = handles.Watchdog(step_timeout_s, lambda: self.now)
         counters = SimpleNamespace(pulse=(0, 0), state=WorkerState.WAITING, waits=str)
         connection = SimpleNamespace(stopped_s=lambda: self.stopped_s)
-        failed = partial(Member.failed, SimpleNamespace(name="worker 0", index=0))
+        failed = partial(WorkerHandle.failed, SimpleNamespace(name="worker 0", index=0))
         self.worker = SimpleNamespace(
             index=0, connection=connection, counters=counters, ready=True, failed=failed, remote_clock=lambda: None
         )

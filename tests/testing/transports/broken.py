@@ -22,10 +22,9 @@ from rollwright._memory import Segment
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.connection import NOTHING
 from rollwright._processes.failures import ExceptionInfo
-from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.memory.packing import Packer, unpack
-from rollwright.collectors.workers.remote.mirror import RolloutPlaces
-from rollwright.collectors.workers.transports import local
+from rollwright.collectors.workers import messages, transports
+from rollwright.collectors.workers.memory import Packer, unpack
+from rollwright.collectors.workers.remote.frames import RolloutPlaces
 from rollwright.weight_update.schemes import Publisher
 from rollwright.weight_update.subscribing import Forwarder
 
@@ -94,20 +93,20 @@ class Connection:
 
     def post(self, message: Any) -> None:
         self.places.note(message)
-        if isinstance(message, say.Collect):
+        if isinstance(message, messages.Collect):
             self.orders[message.run] = message
         fault.send(self, message)
 
     def take(self) -> Any:
         message = self.inner.take()
-        if isinstance(message, say.Collected):
+        if isinstance(message, messages.Collected):
             self.rollouts += 1
         return message if message is NOTHING else fault.received(self, message)
 
 
 def transport(options: None, own: Any, num_workers: int) -> Transport:
-    """See :mod:`~rollwright.collectors.workers.transports.backends`."""
-    return Transport(local.transport(options, own, num_workers))
+    """See :mod:`~rollwright.collectors.workers.transports`."""
+    return Transport(transports.transport(options, own, num_workers))
 
 
 # Data -------------------------------------------------------------------------------------------------
@@ -117,7 +116,7 @@ class InBlock(Fault):
     """Changes what lies in the block of a rollout; its first one is sound."""
 
     def received(self, connection, message):
-        if isinstance(message, say.Collected):
+        if isinstance(message, messages.Collected):
             parts = {key: part for key, part in connection.places.take(message).items() if key is not None}
             if connection.rollouts > 1:
                 self.spoil(connection, parts)
@@ -131,7 +130,7 @@ class Doubles(InBlock):
     """Delivers the first rollout of a worker again in place of the later ones."""
 
     def received(self, connection, message):
-        if isinstance(message, say.Collected) and connection.kept is None:
+        if isinstance(message, messages.Collected) and connection.kept is None:
             found = connection.places.take(message)
             connection.kept = {key: part.clone() for key, part in found.items() if key is not None}
             return message
@@ -163,7 +162,7 @@ class LosesRollouts(Fault):
     """Has a rollout taken again in place of the one that has arrived, once for each worker."""
 
     def received(self, connection, message):
-        if isinstance(message, say.Collected) and connection.rollouts == 2:
+        if isinstance(message, messages.Collected) and connection.rollouts == 2:
             connection.inner.post(connection.orders[message.run])
             return NOTHING
         return message
@@ -173,14 +172,14 @@ class DropsMessages(Fault):
     """The second rollout never arrives."""
 
     def received(self, connection, message):
-        return NOTHING if isinstance(message, say.Collected) and connection.rollouts == 2 else message
+        return NOTHING if isinstance(message, messages.Collected) and connection.rollouts == 2 else message
 
 
 class Resets(Fault):
     """Begins new trajectories with each rollout."""
 
     def send(self, connection, message):
-        if isinstance(message, say.Collect):
+        if isinstance(message, messages.Collect):
             message = message._replace(reset=True)
         connection.inner.post(message)
 
@@ -189,7 +188,7 @@ class InPacking(Fault):
     """Changes what does not lie in the block."""
 
     def received(self, connection, message):
-        if isinstance(message, say.Collected) and message.rest is not None:
+        if isinstance(message, messages.Collected) and message.rest is not None:
             segment = connection.spec.packing[message.rest.place]
             found = self.spoiled(unpack(message.rest, connection.spec.packing), connection)
             packed = Packer((segment, segment)).pack(found)
@@ -233,18 +232,18 @@ class CollectsAhead(Fault):
     """Has rollouts taken that nobody has asked for."""
 
     def send(self, connection, message):
-        if isinstance(message, say.Grant):
+        if isinstance(message, messages.MemoryGrant):
             connection.kept = message
         connection.inner.post(message)
 
     def received(self, connection, message):
-        if not isinstance(message, say.Collected) or connection.kept is None:
+        if not isinstance(message, messages.Collected) or connection.kept is None:
             return message
         mine = message.run >= 10**6
         run = 1 + max(10**6, message.run)
         grant, far = connection.kept, (1 << 24) + (connection.spec.index << 20)
         connection.spec.blocks.grow(far + (1 << 20))
-        connection.inner.post(say.Collect(run, far, grant.number, False))
+        connection.inner.post(messages.Collect(run, far, grant.number, False))
         return NOTHING if mine else message
 
 
@@ -331,7 +330,7 @@ class AnswersForOthers(Fault):
     last: Any = None
 
     def received(self, connection, message):
-        if isinstance(message, say.Returned):
+        if isinstance(message, messages.Returned):
             self.last, value = message.value, self.last
             return message if value is None else message._replace(value=value)
         return message
@@ -341,7 +340,7 @@ class HidesTracebacks(Fault):
     """Errors arrive without the traceback."""
 
     def received(self, connection, message):
-        if isinstance(message, say.Raised | say.Failed):
+        if isinstance(message, messages.Raised | messages.Failed):
             return message._replace(failure=dataclasses.replace(message.failure, trace="it failed"))
         if isinstance(message, ExceptionInfo):
             return dataclasses.replace(message, trace="it failed")
@@ -366,7 +365,7 @@ class ForgetsStates(Fault):
     """A state is loaded into one worker only."""
 
     def send(self, connection, message):
-        if isinstance(message, say.Call) and message.path == "load_saved_state" and connection.spec.index:
+        if isinstance(message, messages.Call) and message.path == "load_saved_state" and connection.spec.index:
             message = message._replace(path="get_distant_attr", arguments=None)
             message = message._replace(path="worker_idx", arguments=None)
         connection.inner.post(message)
@@ -414,7 +413,7 @@ class DoesNotHear(Fault):
 
     def send(self, connection, message):
         connection.inner.post(message)
-        if isinstance(message, say.Collect):
+        if isinstance(message, messages.Collect):
             with uninterrupted:
                 time.sleep(0.5)
 

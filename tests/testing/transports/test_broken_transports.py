@@ -8,7 +8,7 @@ import pytest
 from tests.patience import patient
 from tests.testing.transports import broken
 
-from rollwright.collectors.workers.transports.backends import BACKENDS, Backend, WorkerBackend, register_backend
+from rollwright.collectors.workers.transports import BACKENDS, Backend, WorkerBackend, register_backend
 from rollwright.testing.transports import TRANSPORT_CHECKS, check_transport
 
 FAULTS = {

@@ -8,7 +8,7 @@ import pytest
 from tests.patience import patient
 from tests.test_docs import BLOCK, ROOT
 
-from rollwright.collectors.workers.transports.backends import BACKENDS
+from rollwright.collectors.workers.transports import BACKENDS
 from rollwright.testing.transports import check_transport
 
 

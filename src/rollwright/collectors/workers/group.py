@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollwright._interrupts import uninterrupted
@@ -14,17 +15,15 @@ from rollwright._processes.connection import ExitReason
 from rollwright._processes.health import Heartbeats
 from rollwright._processes.pool import Answer, Pool
 from rollwright._warnings import warn_user
-from rollwright.collectors.workers import messages as say
+from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.counters import Count, WorkerState
-from rollwright.collectors.workers.member import Listener, Member
-from rollwright.collectors.workers.memory.store import Block
-from rollwright.collectors.workers.restarts import Restarts
+from rollwright.collectors.workers.handles import Listener, Restarts, Watchdog, WorkerHandle
+from rollwright.collectors.workers.memory import Block
 from rollwright.collectors.workers.shared_pool import SharedPool
-from rollwright.collectors.workers.watching import Watchdog
 from rollwright.errors import WorkerError
 
 if TYPE_CHECKING:
-    from rollwright.collectors.workers.transports.transport import Transport
+    from rollwright.collectors.workers.transports import Transport
     from rollwright.collectors.workers.worker import WorkerSpec
 
 
@@ -64,7 +63,7 @@ class WorkerGroup:
     ) -> None:
         self._pool = Pool(len(specs), self._received, lost=self._lost, flushed=self._flushed)
         self.lock = self._shared = SharedPool(self._pool, self._tend, restarts.next_in)
-        self.workers = [Member(spec, self._pool) for spec in specs]
+        self.workers = [WorkerHandle(spec, self._pool) for spec in specs]
         self.listener: Listener | None = None
         self._transport, self._forget, self._prepare = transport, forget, prepare
         if transport.fileno() >= 0:
@@ -99,7 +98,7 @@ class WorkerGroup:
         for kind, text in sorted(notes, key=str):
             warn_user(text, kind)
 
-    def _launch(self, worker: Member) -> None:
+    def _launch(self, worker: WorkerHandle) -> None:
         worker.counters.state = WorkerState.STARTING
         worker.counters.counts[Count.OLDEST] = -1
         self.watch.heartbeats.begin(worker.index)
@@ -143,7 +142,7 @@ class WorkerGroup:
 
     # Sending ----------------------------------------------------------------------------------
 
-    def order(self, worker: Member, run: int, block: Block | None, *, reset: bool = False) -> None:
+    def order(self, worker: WorkerHandle, run: int, block: Block | None, *, reset: bool = False) -> None:
         """Ask a worker for a rollout."""
         with self.lock:
             worker.runs[run] = block
@@ -151,13 +150,13 @@ class WorkerGroup:
                 block.runs.add(run)
             self.watch.heartbeats.begin(worker.index)
             offset, number = (None, -1) if block is None else (block.offset, block.number)
-            worker.send(say.Collect(run, offset, number, reset))
+            worker.send(messages.Collect(run, offset, number, reset))
 
-    def interrupt(self, worker: Member) -> None:
+    def interrupt(self, worker: WorkerHandle) -> None:
         """End the rollouts that a worker was asked for after the current step."""
         with self.lock:
             for run in worker.runs:
-                worker.send(say.Interrupt(run), attention=True)
+                worker.send(messages.Interrupt(run), attention=True)
 
     def call(
         self,
@@ -191,13 +190,16 @@ class WorkerGroup:
         for may_fail in (True, False) if again else (False,):
             ready = [worker for worker, _ in asked]
             self._check_ready(ready)
-            messages = []
-            for worker, given in asked:
-                payload, worker.called = None if given is None else ByValue(given), path
-                messages.append(lambda serial, payload=payload: say.Call(serial, path, payload, between_batches, cut))
-            found = self._ask(ready, messages, path, timeout_s, all_of_them=not may_fail)
+            for worker in ready:
+                worker.called = path
+            payloads = [None if given is None else ByValue(given) for _, given in asked]
+            requests = [
+                partial(messages.Call, path=path, arguments=payload, between_batches=between_batches, cut=cut)
+                for payload in payloads
+            ]
+            found = self._ask(ready, requests, path, timeout_s, all_of_them=not may_fail)
             for index, (answer, num_collected) in found.items():
-                if isinstance(answer, say.Raised):
+                if isinstance(answer, messages.Raised):
                     raise answer.failure.error(self.workers[index].name, index)
                 answers[index], self.workers[index].num_at_answer = answer.value.value, num_collected
             asked = [(worker, given) for worker, given in asked if worker.index not in answers]
@@ -205,7 +207,7 @@ class WorkerGroup:
                 break
         return [answers[worker.index] for worker in chosen]
 
-    def _check_ready(self, workers: Iterable[Member]) -> None:
+    def _check_ready(self, workers: Iterable[WorkerHandle]) -> None:
         for worker in workers:
             if worker.error is not None:
                 raise worker.error
@@ -220,8 +222,8 @@ class WorkerGroup:
 
     def _ask(
         self,
-        workers: Sequence[Member],
-        messages: Sequence[Callable[[int], Any]],
+        workers: Sequence[WorkerHandle],
+        requests: Sequence[Callable[[int], Any]],
         what: str,
         timeout_s: float | None,
         *,
@@ -243,9 +245,9 @@ class WorkerGroup:
         try:
             with self.lock:
                 asked = {worker.index: worker.connection for worker in workers}
-                for worker, message in zip(workers, messages, strict=True):
+                for worker, request in zip(workers, requests, strict=True):
                     calls.ask(ticket, worker.index)
-                    worker.send(message(ticket), attention=True)
+                    worker.send(request(ticket), attention=True)
             self._await_answers(call.due, what, timeout_s)
         finally:
             with self.lock:
@@ -292,7 +294,7 @@ class WorkerGroup:
         try:
             self.num_pauses += 1
             workers = [worker for worker in self.workers if worker.available]
-            self._ask(workers, [say.Pause] * len(workers), "a step to end", timeout_s, all_of_them=False)
+            self._ask(workers, [messages.Pause] * len(workers), "a step to end", timeout_s, all_of_them=False)
             yield
         finally:
             with uninterrupted:
@@ -300,7 +302,7 @@ class WorkerGroup:
                 if not self.num_pauses:
                     with self.lock:
                         for worker in self.workers:
-                            worker.send(say.Resume(), attention=True)
+                            worker.send(messages.Resume(), attention=True)
                 self.wake()
 
     # What workers send ------------------------------------------------------------------------
@@ -309,9 +311,9 @@ class WorkerGroup:
         """See :class:`~rollwright._processes.pool.Pool`."""
         worker, listener = self.workers[index], self.listener
         match message:
-            case say.Collected() if message.run not in worker.runs:
+            case messages.Collected() if message.run not in worker.runs:
                 self._replace(worker, worker.failed(f"has answered order {message.run}, which it was not given"))
-            case say.Collected():
+            case messages.Collected():
                 with self.lock:
                     worker.place.move(message.place)
                     worker.num_collected += 1
@@ -321,30 +323,30 @@ class WorkerGroup:
                         listener.collected(worker, message, block)
             case _ if self._shared.closed:
                 pass
-            case say.Need() if listener is not None:
+            case messages.MemoryRequest() if listener is not None:
                 try:
-                    answer: say.Grant | say.Refusal = listener.needs(worker, message)
+                    answer: messages.MemoryGrant | messages.MemoryRefusal = listener.needs(worker, message)
                 except Exception as why:  # no memory, most likely; the worker would wait for ever
-                    answer = say.Refusal(f"{type(why).__name__}: {why}")
+                    answer = messages.MemoryRefusal(f"{type(why).__name__}: {why}")
                 worker.send(answer)
-            case say.Failed():
+            case messages.Failed():
                 _release(worker, message.run)
                 error = message.failure.error(worker.name, worker.index)
                 if self.restarts.wanted:
                     self._replace(worker, error)
                 elif listener is not None:
                     listener.failed(worker, error)
-            case say.Returned() | say.Raised() | say.Paused():
+            case messages.Returned() | messages.Raised() | messages.Paused():
                 return Answer(message.serial, (message, worker.num_collected))
-            case say.Noted() if worker.ready is not None:
+            case messages.Noted() if worker.ready is not None:
                 worker.ready = dataclasses.replace(worker.ready, how=message.how)
                 for note in message.warnings.value:
                     self._warned.setdefault(note, False)
-            case say.Place():
+            case messages.Place():
                 worker.place.move(message.place)
-            case say.Publishes():
+            case messages.Publishes():
                 worker.place.announce(message)
-            case say.Ready():
+            case messages.Ready():
                 worker.ready = message
                 self.restarts.began(worker.index)
         return None
@@ -369,7 +371,7 @@ class WorkerGroup:
             error = worker.failed(f"{loss.how} while {worker.counters.state.name.lower().replace('_', ' ')}")
         self._replace(worker, error)
 
-    def _replace(self, worker: Member, error: WorkerError) -> None:
+    def _replace(self, worker: WorkerHandle, error: WorkerError) -> None:
         """A worker is of no use any more: have another started in its place, if that is asked for."""
         self._pool.drop(worker.index, str(error))
         worker.ready = None
@@ -444,7 +446,7 @@ class WorkerGroup:
         until = time.monotonic() + timeout_s
         for worker in self.workers:
             if worker.connection is not None:
-                worker.send(say.Stop(close_env), attention=True)
+                worker.send(messages.Stop(close_env), attention=True)
         ended = self._pool.end(lambda: until)
         for index, (how, _) in ended.items():
             worker = self.workers[index]
@@ -456,12 +458,12 @@ class WorkerGroup:
         return next((failure.error(worker.name, worker.index) for worker, failure in failures if failure), None)
 
 
-def _release(worker: Member, run: int) -> None:
+def _release(worker: WorkerHandle, run: int) -> None:
     """A rollout will not be written."""
     block = worker.runs.pop(run, None)
     if block is not None:
         block.runs.discard(run)
 
 
-def _doing(workers: Iterable[Member]) -> str:
+def _doing(workers: Iterable[WorkerHandle]) -> str:
     return ", ".join(worker.doing() for worker in workers)

@@ -3,8 +3,9 @@
 A worker's first message is :class:`Ready`. A collector asks for rollouts, one message each (:class:`Collect`), and a
 worker answers each with what came of it (:class:`Collected` or :class:`Failed`). Everything else can be sent at any
 time, and takes no rollout away. A :class:`Call` is answered by :class:`Returned` or :class:`Raised`, a :class:`Pause`
-by :class:`Paused`, and a :class:`Need` of the worker by :class:`Grant` or :class:`Refusal`; nothing else is answered.
-At a :class:`Stop` the worker ends, and its connection raises ``ChannelClosed`` when all that it had sent was taken.
+by :class:`Paused`, and a :class:`MemoryRequest` of the worker by :class:`MemoryGrant` or :class:`MemoryRefusal`;
+nothing else is answered. At a :class:`Stop` the worker ends, and its connection raises ``ChannelClosed`` when all that
+it had sent was taken.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rollwright._keys import NestedKey
 from rollwright._processes.failures import ExceptionInfo
-from rollwright.collectors.workers.memory.blocks import BatchForm, BlockLayout
+from rollwright.collectors.workers.memory import BatchForm, BlockLayout
 
 # To a worker ----------------------------------------------------------------------------------------
 
@@ -36,8 +37,8 @@ class Collect(NamedTuple):
     reset: bool
 
 
-class Grant(NamedTuple):
-    """Memory for the current rollout, as was asked for (:class:`Need`).
+class MemoryGrant(NamedTuple):
+    """Memory for the current rollout, as was asked for (:class:`MemoryRequest`).
 
     Attributes:
         run: number of the rollout.
@@ -54,7 +55,7 @@ class Grant(NamedTuple):
     part: int
 
 
-class Refusal(NamedTuple):
+class MemoryRefusal(NamedTuple):
     """There is no memory for the current rollout."""
 
     why: str
@@ -152,7 +153,7 @@ class Noted(NamedTuple):
     warnings: Any
 
 
-class Need(NamedTuple):
+class MemoryRequest(NamedTuple):
     """Memory for the current rollout is needed, in another form than that of the last block."""
 
     run: int
@@ -167,7 +168,7 @@ class Collected(NamedTuple):
         frames: that were stepped.
         steps: of each environment.
         in_block: whether a batch lies in the block of the rollout.
-        rest: what does not lie in the block, packed (see :mod:`~rollwright.collectors.workers.memory.packing`): the
+        rest: what does not lie in the block, packed (see :mod:`~rollwright.collectors.workers.memory`): the
             entries beside, or the whole batch, or a list of trajectories; None: nothing.
         lacking: entries of the block that the batch does not have.
         nesting: longer batch sizes of nested entries, by key.

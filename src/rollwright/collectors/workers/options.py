@@ -17,10 +17,10 @@ from rollwright._options import PER_WORKER, Check, check_fields, names_of, refus
 from rollwright._processes.start.methods import check_start_method
 from rollwright.collectors.delivery_options import is_service
 from rollwright.collectors.options import DEVICES, CollectorOptions
-from rollwright.collectors.workers.memory.blocks import Join
+from rollwright.collectors.workers.handles import START_S
+from rollwright.collectors.workers.memory import Join
 from rollwright.collectors.workers.messages import Ready
-from rollwright.collectors.workers.transports.backends import Backend, check_backend, known_backend, shares_memory
-from rollwright.collectors.workers.watching import START_S
+from rollwright.collectors.workers.transports import Backend, check_backend, known_backend, shares_memory
 from rollwright.data.specs.shapes import as_device, usable_device
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs.foreign import as_maker, makers_in, remedy_for
@@ -79,7 +79,7 @@ class WorkerOptions:
             process groups of torch.distributed; ``"rpc"``: by calls of its RPC; ``"submitit"``: as ``"distributed"``,
             in jobs of Slurm; ``"direct"``: in this process, without workers; None: as the numbers of collectors and
             workers say.
-        backend_options: of the backend: see :class:`~rollwright.collectors.workers.remote.options.RemoteOptions`.
+        backend_options: of the backend: see :class:`~rollwright.collectors.workers.remote.transport.RemoteOptions`.
     """
 
     num_workers: Annotated[int | None, whole(1)] = None

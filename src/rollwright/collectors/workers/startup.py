@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import pickle
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,19 +14,50 @@ import torch
 from rollwright._memory import Segment
 from rollwright._processes.files import raise_file_limit
 from rollwright._processes.pickling import dumps, dumps_by_name
+from rollwright.collectors.delivery_options import is_service
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.counts import FrameCounts
 from rollwright.collectors.rollout.policy_copies import never_copied_in
 from rollwright.collectors.workers.group import WorkerGroup
-from rollwright.collectors.workers.memory.store import BlockStore
+from rollwright.collectors.workers.handles import Restarts, Watchdog
+from rollwright.collectors.workers.memory import BlockStore
 from rollwright.collectors.workers.options import WorkerOptions, check_join
-from rollwright.collectors.workers.restarts import Restarts
-from rollwright.collectors.workers.transports.backends import transport_of
-from rollwright.collectors.workers.watching import Watchdog
+from rollwright.collectors.workers.transports import transport_of
 from rollwright.collectors.workers.worker import WorkerSpec
-from rollwright.collectors.workers.writers import BufferWriters
 from rollwright.weight_update.policy_weights import weights_of
 from rollwright.weight_update.schemes import Publisher
+
+
+class BufferWriters:
+    """Names workers to the replay service that they write, and gives up those that are gone.
+
+    A worker that was given up may still run, on a machine that has been silent: nothing of it is stored any more.
+
+    Args:
+        buffer: that the workers write; one that is in no service needs nothing of this.
+    """
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer if is_service(buffer) else None
+        self._name = uuid.uuid4().hex[:12]
+        self._generations: dict[int, int] = {}
+
+    def _place(self, index: int) -> str:
+        return f"{self._name}/{index}"
+
+    def prepare(self, spec: WorkerSpec) -> WorkerSpec:
+        """The spec of a worker that is about to be started: it writes under a name of its own."""
+        if self._buffer is None:
+            return spec
+        generation = self._generations[spec.index] = self._generations.get(spec.index, -1) + 1
+        writer = self._buffer.as_writer(self._place(spec.index), generation)
+        return dataclasses.replace(spec, options=dataclasses.replace(spec.options, replay_buffer=writer))
+
+    def give_up(self, index: int) -> None:
+        """Have nothing stored any more of a worker that is gone. Does not wait."""
+        if self._buffer is not None and index in self._generations:
+            with contextlib.suppress(RuntimeError):  # the service is gone, too
+                self._buffer.give_up(self._place(index), self._generations[index])
 
 
 class Workers:

@@ -68,11 +68,11 @@ def merged_stats(group: WorkerGroup, schedule: Schedule, counts: FrameCounts, ve
             else None,
         },
         "forced": list(group.forced),
-        "messages": schedule.orders.num_messages,
+        "messages": schedule.rollouts.num_messages,
         "undelivered": schedule.num_undelivered,
         "trajectories_held": len(schedule.trajectories_held),
         "paths": next((worker.ready.how for worker in group.workers if worker.ready is not None), {}),
-        "waiting_for": schedule.orders.waiting_for,
+        "waiting_for": schedule.rollouts.waiting_for,
         **_of_paths([worker.of_path for worker in group.workers]),
     }
 

@@ -18,10 +18,10 @@ from rollwright._seeding import seed_torch
 from rollwright.collectors.attribute_paths import resolve
 from rollwright.collectors.delivery.thread import paused_error
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.workers import messages as say
+from rollwright.collectors.workers import messages
+from rollwright.collectors.workers.collector import WorkerCollector
 from rollwright.collectors.workers.counters import BEAT_S, Count, WorkerCounters, WorkerState
-from rollwright.collectors.workers.memory.blocks import BatchForm, BlockPart
-from rollwright.collectors.workers.worker_side.collector import WorkerCollector
+from rollwright.collectors.workers.memory import BatchForm, BlockPart
 from rollwright.weight_update.subscribing import WeightSubscriber
 
 _NAP_S = BEAT_S
@@ -85,7 +85,7 @@ class Worker:
         self._run: int | None = None  # the current rollout
         self._interrupted_run = -1  # number of the last one that was to be interrupted
         self._cut = self._paused = False
-        self._stopping: say.Stop | None = None
+        self._stopping: messages.Stop | None = None
         _seed_all(spec.seed)
         if spec.init_fn is not None:
             spec.init_fn()
@@ -138,7 +138,7 @@ class Worker:
         """Wait for what is to be done next, in the order it was sent; rollouts come last, and after a pause."""
         while True:
             self._read()
-            message = next((m for m in self._inbox if not isinstance(m, say.Collect)), None)
+            message = next((m for m in self._inbox if not isinstance(m, messages.Collect)), None)
             if message is None and self._inbox and not self._paused:
                 message = self._inbox[0]
             if message is not None:
@@ -150,31 +150,31 @@ class Worker:
     def _handle(self, message: Any, *, between_batches: bool) -> bool:
         """Do what a message asks; False if it has to wait for the end of the rollout."""
         match message:
-            case say.Stop():
+            case messages.Stop():
                 self._stopping, self._cut, self._paused = message, True, False
-            case say.Pause():
+            case messages.Pause():
                 self._paused = True
                 self._counters.state = WorkerState.PAUSED
-                self._say(say.Paused(message.serial))
-            case say.Resume():
+                self._say(messages.Paused(message.serial))
+            case messages.Resume():
                 self._paused = False
-            case say.Interrupt():
+            case messages.Interrupt():
                 self._interrupted_run = max(self._interrupted_run, message.run)  # it may not have begun yet
                 self._cut = self._cut or message.run == self._run
-            case say.Call() if between_batches or not message.between_batches:
+            case messages.Call() if between_batches or not message.between_batches:
                 self._call(message)
-            case say.Call() if self._paused and not message.cut:
-                self._say(say.Raised(message.serial, ExceptionInfo.of(paused_error(message.path))))
-            case say.Call():
+            case messages.Call() if self._paused and not message.cut:
+                self._say(messages.Raised(message.serial, ExceptionInfo.of(paused_error(message.path))))
+            case messages.Call():
                 self._cut = self._cut or message.cut
                 return False
-            case say.Collect() if between_batches:
+            case messages.Collect() if between_batches:
                 self._collect(message)
             case _:
                 return False
         return True
 
-    def _call(self, call: say.Call) -> None:
+    def _call(self, call: messages.Call) -> None:
         before, self._counters.state = self._counters.state, WorkerState.CALLED
         try:
             self._take_weights()  # what was published before the call counts in it
@@ -184,8 +184,8 @@ class Worker:
                 with self._collector.called(call.path, paused=self._paused, in_rollout=self._run is not None):
                     found = found(*args, **kwargs)
             if (place := self._collector.moved()) is not None:
-                self._say(say.Place(place))
-            answer: Any = say.Returned(call.serial, ByValue(found))
+                self._say(messages.Place(place))
+            answer: Any = messages.Returned(call.serial, ByValue(found))
             self._counters.state = WorkerState.DELIVERING  # which may take until the collector reads
             try:
                 self._say(answer)
@@ -197,12 +197,12 @@ class Worker:
             raise
         except BaseException as error:
             self._counters.state = WorkerState.DELIVERING
-            self._say(say.Raised(call.serial, ExceptionInfo.of(error)))
+            self._say(messages.Raised(call.serial, ExceptionInfo.of(error)))
         self._counters.state = before
 
     # A rollout --------------------------------------------------------------------------------
 
-    def _collect(self, order: say.Collect) -> None:
+    def _collect(self, order: messages.Collect) -> None:
         collector = self._collector
         self._run, self._cut = order.run, order.run <= self._interrupted_run
         self._take_weights()
@@ -213,7 +213,7 @@ class Worker:
             finally:
                 self._run = None
         except BaseException as error:  # if it is that the collector is gone, send() raises that again
-            found = say.Failed(order.run, ExceptionInfo.of(error))
+            found = messages.Failed(order.run, ExceptionInfo.of(error))
         news = collector.news()
         if news is not None:
             self._say(news)
@@ -254,17 +254,17 @@ class Worker:
         """Ask for memory in the middle of a rollout, however long the consumer is busy; None if the collector ends."""
         assert self._run is not None
         before, self._counters.state = self._counters.state, WorkerState.DELIVERING
-        self._say(say.Need(self._run, form))
+        self._say(messages.MemoryRequest(self._run, form))
         place = None
         while place is None and self._stopping is None:
             if not self._channel.poll(_NAP_S):
                 continue
             match message := self._channel.recv(0.0):
-                case say.Grant():
+                case messages.MemoryGrant():
                     place = BlockPart(*message[1:])
-                case say.Refusal():
+                case messages.MemoryRefusal():
                     raise MemoryError(f"there is no memory for a batch. {message.why}")
-                case say.Stop():
+                case messages.Stop():
                     self._handle(message, between_batches=False)
                 case _:
                     self._inbox.append(message)

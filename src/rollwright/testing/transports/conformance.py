@@ -60,7 +60,7 @@ def check_transport(
     """Run the checks of this module on a transport.
 
     Args:
-        backend: its name, see :func:`~rollwright.collectors.workers.transports.backends.register_backend`.
+        backend: its name, see :func:`~rollwright.collectors.workers.transports.register_backend`.
         backend_options: of its collectors.
         skip: names of checks to leave out.
         only: names of checks to run; None: all.

@@ -12,7 +12,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from tensordict.nn import TensorDictModule, TensorDictSequential
 
 from rollwright.collectors import Collector
-from rollwright.collectors.workers.transports.backends import shares_memory
+from rollwright.collectors.workers.transports import shares_memory
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.envs import InitTracker, TransformedEnv
 from rollwright.modules import GRUModule

@@ -13,7 +13,7 @@ from tests.collectors.workers.remote.proxy import Proxy
 from tests.variants import in_turn
 
 from rollwright._processes.network import handshake
-from rollwright.collectors.workers.remote.launchers import LocalLauncher
+from rollwright.collectors.workers.remote.transport import LocalLauncher
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.errors import WorkerError
 

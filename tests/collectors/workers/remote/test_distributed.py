@@ -35,7 +35,7 @@ from rollwright import Collector
 from rollwright._processes.network.addresses import SECRET
 from rollwright._processes.network.pair import PairCarrier
 from rollwright.collectors.workers.remote import link
-from rollwright.collectors.workers.remote.process_groups.slurm import SubmititLauncher
+from rollwright.collectors.workers.remote.launching import SubmititLauncher
 from rollwright.errors import WorkerError
 
 KINDS = ["sync", "async"]

@@ -276,7 +276,7 @@ COLLECTORS = {
 @pytest.mark.parametrize("wrong", COLLECTORS)
 def test_wrong_arguments_of_the_class_are_refused(monkeypatch, wrong):
     given, error, message = COLLECTORS[wrong]
-    monkeypatch.setattr("rollwright.collectors.workers.transports.backends.transport_of", None)  # nothing is started
+    monkeypatch.setattr("rollwright.collectors.workers.transports.transport_of", None)  # nothing is started
     options = {"policy": gain(), "frames_per_batch": 20, **given}
     with pytest.raises(error, match=message):
         RayCollector(makers(2), **options)

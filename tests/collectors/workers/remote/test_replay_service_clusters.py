@@ -12,7 +12,7 @@ from tests.collectors.workers.processes import wait_until
 from tests.collectors.workers.remote.stored import check_trajectories, frames_by_name, homing
 from tests.ray_cluster import attached
 
-from rollwright.collectors.workers.remote.process_groups import members
+from rollwright.collectors.workers.remote import rpc
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.errors import WorkerError
 
@@ -47,7 +47,7 @@ def cluster():
 @pytest.fixture(autouse=True)
 def noticed(monkeypatch):
     """The notice about RPC was shown before."""
-    monkeypatch.setattr(members, "_has_warned", True)
+    monkeypatch.setattr(rpc, "_has_warned", True)
 
 
 @pytest.fixture

@@ -21,15 +21,15 @@ from tests.patience import patient
 from tests.variants import one_quick
 
 from rollwright import Collector
-from rollwright.collectors.workers.remote.process_groups import members
-from rollwright.collectors.workers.transports import backends
+from rollwright.collectors.workers import transports
+from rollwright.collectors.workers.remote import rpc as backend
 from rollwright.errors import WorkerError
 
 
 @pytest.fixture(autouse=True)
 def noticed(monkeypatch):
     """The notice about RPC was shown before."""
-    monkeypatch.setattr(members, "_has_warned", True)
+    monkeypatch.setattr(backend, "_has_warned", True)
 
 
 @pytest.fixture
@@ -47,13 +47,13 @@ def remote(make):
 def carriers(monkeypatch):
     """``carriers()``: the collector's ends, once all members are there."""
     made = []
-    real = members.Members.__init__
+    real = backend.Members.__init__
 
     def init(self, *args, **options):
         real(self, *args, **options)
         made[:] = self._carriers
 
-    monkeypatch.setattr(members.Members, "__init__", init)
+    monkeypatch.setattr(backend.Members, "__init__", init)
 
     def connected():
         until = time.monotonic() + patient(30)
@@ -243,11 +243,11 @@ def test_shutdown_ends_the_wait_for_members_that_are_gone(remote, monkeypatch):
 
 
 def test_the_notice_of_torch_appears_once_and_as_ours(monkeypatch):
-    monkeypatch.setattr(members, "_has_warned", False)
+    monkeypatch.setattr(backend, "_has_warned", False)
     with pytest.warns(FutureWarning, match=r"backend='rpc': torch keeps its RPC .* in maintenance"):
-        members.check_rpc()
+        backend.check_rpc()
     with warnings.catch_warnings(action="error"):
-        members.check_rpc()
+        backend.check_rpc()
 
 
 def test_a_second_group_in_one_process_is_an_error(remote, make, carriers):
@@ -284,4 +284,4 @@ def test_wrong_options_are_refused_at_construction(make, wrong):
 
 
 def test_it_is_a_backend():
-    assert not backends.shares_memory("rpc")
+    assert not transports.shares_memory("rpc")

@@ -23,7 +23,7 @@ from tests.collectors.workers.remote.stored import check_trajectories, frames_by
 from tests.patience import patient
 from tests.ray_cluster import attached
 
-from rollwright.collectors.workers.remote.process_groups import members
+from rollwright.collectors.workers.remote import rpc
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 
 SEED = int(os.environ.get("ROLLWRIGHT_STORM_SEED", "0"))
@@ -49,7 +49,7 @@ REPLACED = {"on_worker_failure": "restart", "max_restarts": 10**6, "restart_dela
 @pytest.fixture(autouse=True)
 def started(backend, monkeypatch):
     """What a backend needs: for Ray, this process is connected to a cluster."""
-    monkeypatch.setattr(members, "_has_warned", True)
+    monkeypatch.setattr(rpc, "_has_warned", True)
     if backend != "ray":
         yield
         return

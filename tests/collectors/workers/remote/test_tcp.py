@@ -39,8 +39,8 @@ from rollwright import Collector
 from rollwright._processes.network.addresses import SECRET
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.options import WorkerOptions, delivery_device, options_of_workers
-from rollwright.collectors.workers.remote.frame_line import FrameLine
-from rollwright.collectors.workers.remote.worker import RemoteWorker
+from rollwright.collectors.workers.remote.frames import FrameLine
+from rollwright.collectors.workers.remote.link import RemoteWorker
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.errors import EnvError, WorkerError
 

@@ -15,8 +15,7 @@ from tests.patience import patient
 
 from rollwright._processes.network.addresses import SECRET
 from rollwright._processes.network.handshake import HandshakeRefused, connect_to
-from rollwright.collectors.workers.remote.launchers import Manual
-from rollwright.collectors.workers.remote.transport import RemoteTransport
+from rollwright.collectors.workers.remote.transport import Manual, RemoteTransport
 from rollwright.errors import WorkerError
 
 KNOWN = "a secret of tests, long enough"

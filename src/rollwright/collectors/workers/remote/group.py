@@ -1,11 +1,13 @@
-"""RemoteGroup: what runs on another machine: workers in processes there, whose memory a collector mirrors."""
+"""RemoteGroup: workers in processes of another machine, whose memory a collector mirrors; and how it joins."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -22,21 +24,88 @@ from rollwright._processes.child import Child
 from rollwright._processes.connection import ExitReason
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.network.carrier import CarrierFailed
+from rollwright._processes.network.handshake import RefusedForNow, connect_to
 from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.pool import Answer, Pool
-from rollwright.collectors.workers import messages as say
+from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.counters import Count, WorkerCounters
 from rollwright.collectors.workers.remote import frames
-from rollwright.collectors.workers.remote.frame_line import FrameLine
-from rollwright.collectors.workers.remote.holding import Holding
-from rollwright.collectors.workers.remote.mirror import RolloutPlaces, bytes_of
+from rollwright.collectors.workers.remote.frames import FrameLine, RolloutPlaces, bytes_of
 from rollwright.collectors.workers.worker import serve
 from rollwright.weight_update.forms import State
 from rollwright.weight_update.schemes import Publisher
 
+_HOLD_S = 0.02
+_LARGE = 1 << 16  # bytes, which are better on their way while others collect
+
+
+class Holding:
+    """Decides when what a remote group has queued is sent.
+
+    A message costs the collector as much processor as a small rollout itself. So a small one waits for those that were
+    asked for in the same message, for 20 ms at most; everything else is sent at once.
+
+    Example:
+        >>> holding = Holding()
+        >>> for serial in (1, 2):
+        ...     holding.ordered(serial)
+        >>> holding.orders_read()
+        >>> holding.collected(1, 100)
+        >>> holding.left_s() > 0
+        True
+        >>> holding.collected(2, 100)
+        >>> holding.left_s()
+        0.0
+    """
+
+    def __init__(self) -> None:
+        self._orders: list[int] = []
+        self._due: set[int] = set()  # serial numbers of workers whose rollouts travel together
+        self._until = math.inf
+
+    def ordered(self, serial: int) -> None:
+        """A worker was asked for a rollout."""
+        self._orders.append(serial)
+
+    def orders_read(self) -> None:
+        """What has arrived was read: the rollouts that it asked for belong together."""
+        if self._orders:
+            self._due = set(self._orders)
+            self._orders.clear()
+
+    def collected(self, serial: int, num_bytes: int) -> None:
+        """The rollout of a worker was queued."""
+        is_due = serial in self._due
+        self._due.discard(serial)
+        if is_due and self._due and num_bytes < _LARGE:
+            self._until = min(self._until, time.monotonic() + _HOLD_S)
+        else:
+            self._until = 0.0
+
+    def queued(self) -> None:
+        """Something else was queued."""
+        self._until = 0.0
+
+    def ended(self, serial: int) -> None:
+        """A worker is gone."""
+        self._due.discard(serial)
+
+    def left_s(self) -> float:
+        """Seconds until what is queued is to be sent; infinity: nothing is."""
+        return self._until if self._until in (0.0, math.inf) else max(0.0, self._until - time.monotonic())
+
+    def pushed(self) -> None:
+        """What was queued is sent."""
+        self._until = math.inf
+
+
 _END_S = 5.0
 _NAP_S = 1.0
-_WITHOUT_ATTENTION = (say.Collect, say.Grant, say.Refusal)  # read where a worker waits for them
+_WITHOUT_ATTENTION = (
+    messages.Collect,
+    messages.MemoryGrant,
+    messages.MemoryRefusal,
+)  # read where a worker waits for them
 
 
 class RemoteGroup:
@@ -129,7 +198,7 @@ class RemoteGroup:
             case frames.ToWorker(serial, message) if serial in self._workers:
                 worker = self._workers[serial]
                 self._places[worker].note(message)
-                if isinstance(message, say.Collect):
+                if isinstance(message, messages.Collect):
                     self._holding.ordered(serial)
                 self._pool.send(worker, message)
                 if not isinstance(message, _WITHOUT_ATTENTION):
@@ -186,7 +255,7 @@ class RemoteGroup:
         pieces, serial = [_piece(each) for each in found.values()], self._serials[worker]
         frame = frames.FromWorker(serial, message, time.monotonic(), self._snapshot(worker), tuple(found))
         self._line.queue(frame, pieces)
-        if isinstance(message, say.Collected):
+        if isinstance(message, messages.Collected):
             self._holding.collected(serial, sum(piece.nbytes for piece in pieces))
         else:
             self._holding.queued()
@@ -252,3 +321,46 @@ def serve_collector(line: Line) -> None:
         with contextlib.suppress(ChannelClosed):
             ends.send_alone(ExceptionInfo.of(error))
         raise
+
+
+_RETRY_S = 0.2
+
+
+def join(
+    address: tuple[str, int],
+    secret: bytes,
+    *,
+    group: int | None = None,
+    name: str | None = None,
+    timeout_s: float = 20.0,
+) -> None:
+    """Run workers of a collector until it hangs up, or its machine is gone.
+
+    Args:
+        address: host and port where the collector listens.
+        secret: of its run.
+        group: which group this is; None: any that nobody has joined.
+        name: of this machine, for messages; None: its host name.
+        timeout_s: for the collector to listen, to answer, and to have a place: it is asked again until then.
+
+    Raises:
+        HandshakeRefused: the collector has another secret, or does not want this host.
+        ConnectionError, TimeoutError: nothing answers there.
+    """
+    about = {"group": group, "name": name or socket.gethostname(), "cores": len(os.sched_getaffinity(0))}
+    line = _let_in(address, secret, about, timeout_s)
+    try:
+        serve_collector(line)
+    finally:
+        line.close()
+
+
+def _let_in(address: tuple[str, int], secret: bytes, about: dict[str, Any], timeout_s: float) -> Line:
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return connect_to(address, secret, about, max(_RETRY_S, until - time.monotonic()))
+        except RefusedForNow:
+            if time.monotonic() + _RETRY_S > until:
+                raise
+            time.sleep(_RETRY_S)

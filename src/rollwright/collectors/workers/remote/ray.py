@@ -15,9 +15,8 @@ from rollwright._processes.network.addresses import parse_address
 from rollwright._processes.network.ray_actors import ProcessActor
 from rollwright._processes.network.ray_resources import asked_text, check_cluster, check_remote_config, configs_of
 from rollwright._processes.network.ray_sessions import RaySession, check_ray_init_config
-from rollwright.collectors.workers.remote.joining import join
-from rollwright.collectors.workers.remote.options import RemoteOptions
-from rollwright.collectors.workers.remote.transport import RemoteTransport
+from rollwright.collectors.workers.remote.group import join
+from rollwright.collectors.workers.remote.transport import RemoteOptions, RemoteTransport
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
@@ -117,13 +116,13 @@ class _RayTransport(RemoteTransport):
             raise OSError(error.errno, why) from error
 
     def close(self) -> None:
-        """See :class:`~rollwright.collectors.workers.transports.transport.Transport`."""
+        """See :class:`~rollwright.collectors.workers.transports.Transport`."""
         super().close()
         self._session.close()
 
 
 class RayLauncher:
-    """Starts an actor for each group; see :class:`~rollwright.collectors.workers.remote.launchers.Launcher`.
+    """Starts an actor for each group; see :class:`~rollwright.collectors.workers.remote.transport.Launcher`.
 
     Args:
         session: with the cluster.

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from rollwright._options import Check
 from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, parse_address, secret_of
-from rollwright.collectors.workers.remote.launchers import LocalLauncher, Manual
-from rollwright.collectors.workers.remote.options import RemoteOptions
-from rollwright.collectors.workers.remote.transport import RemoteTransport
+from rollwright.collectors.workers.remote.transport import LocalLauncher, Manual, RemoteOptions, RemoteTransport
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions

@@ -4,27 +4,109 @@ from __future__ import annotations
 
 import contextlib
 import select
+import socket
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Protocol
 
 from rollwright._interrupts import uninterrupted
-from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.connection import Connection
+from rollwright._options import check_fields, seconds, whole
+from rollwright._processes.channel import Channel, ChannelClosed
+from rollwright._processes.child import Child
+from rollwright._processes.connection import Connection, end_all
+from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.forks import on_fork
 from rollwright._processes.network.carrier import Carriers
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake
 from rollwright._processes.network.listener import Listener
 from rollwright._processes.network.reader import BackgroundReader
 from rollwright.collectors.workers.remote import frames
-from rollwright.collectors.workers.remote.launchers import Host, Launcher
+from rollwright.collectors.workers.remote.group import join
 from rollwright.collectors.workers.remote.link import Link
-from rollwright.collectors.workers.transports.local import unsendable
+from rollwright.collectors.workers.transports import unsendable
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.weight_update.subscribing import Copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+    """Options of backends whose workers run in groups, each on some machine.
+
+    Attributes:
+        num_workers_per_collector: workers in each group: ``num_collectors`` counts the groups. What a group's workers
+            collect crosses the network by one connection, and weights cross it once for all of them.
+        host_timeout: seconds without a sign of life after which a group counts as lost, with its workers. A shorter
+            silence costs time only.
+    """
+
+    num_workers_per_collector: Annotated[int, whole(1)] = 1
+    host_timeout: Annotated[float, seconds(positive=True)] = 30.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class Host(Protocol):
+    """A process that was started to run a remote group."""
+
+    def how_it_ended(self) -> str | None:
+        """A phrase; None: it runs, as far as is known. To be asked now and then: it does not wait."""
+
+    def end(self, timeout_s: float) -> None:
+        """Make it end, if it has not ended by itself within a while."""
+
+
+class Launcher(Protocol):
+    """Starts hosts. Nothing here waits."""
+
+    def launch(self, group: int, address: tuple[str, int], secret: bytes) -> Host | None:
+        """Start the process of a group, which joins the collector at an address.
+
+        Returns:
+            The host; None: somebody else starts it.
+        """
+
+
+class LocalLauncher:
+    """Starts groups in processes of this machine that share nothing with the collector."""
+
+    def launch(self, group: int, address: tuple[str, int], secret: bytes) -> Host:
+        """See :class:`Launcher`."""
+        return _LocalHost(Child(_join, address, secret, group, name=f"rollwright-host-{group}"))
+
+
+class Manual:
+    """Leaves it to the user to start groups: ``rollwright join HOST:PORT``."""
+
+    def launch(self, group: int, address: tuple[str, int], secret: bytes) -> None:
+        """See :class:`Launcher`."""
+
+
+class _LocalHost:
+    def __init__(self, child: Child) -> None:
+        self._child = child
+
+    def how_it_ended(self) -> str | None:
+        if self._child.alive:
+            return None
+        with contextlib.suppress(ChannelClosed):
+            message = self._child.take()
+            if isinstance(message, ExceptionInfo):
+                return f"has failed: {message.error('it', 0)}"
+        return self._child.how_it_ended()
+
+    def end(self, timeout_s: float) -> None:
+        self._child.channel.close()
+        end_all([self._child], timeout_s)
+
+
+def _join(channel: Channel, address: tuple[str, int], secret: bytes, group: int) -> None:
+    join(address, secret, group=group, name=f"{socket.gethostname()} (group {group})")
+
 
 _BEAT_S = 0.5
 _LEAST_SECRET = 16
@@ -33,7 +115,7 @@ _END_S = 2.0
 
 
 class RemoteTransport:
-    """See :class:`~rollwright.collectors.workers.transports.transport.Transport`.
+    """See :class:`~rollwright.collectors.workers.transports.Transport`.
 
     Args:
         num_workers: of the collector.

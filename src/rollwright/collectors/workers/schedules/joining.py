@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -10,11 +10,10 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, place
-from rollwright.collectors.workers.memory.blocks import Join
-from rollwright.collectors.workers.memory.store import Block
+from rollwright.collectors.workers.memory import Block, Join
 from rollwright.collectors.workers.messages import Collected
 from rollwright.data.compact import join_tables, put_table
-from rollwright.data.layout import MASK, TRAJ_IDS, blank_frame, is_dense, stack_frames
+from rollwright.data.layout import MASK, TRAJ_IDS, blank_frame, is_dense, split_trajectories, stack_frames
 
 B = TypeVar("B", bound=TensorDictBase)
 
@@ -179,3 +178,46 @@ def are_alike(one: TensorDictBase, other: TensorDictBase) -> bool:
     return ours.keys() == theirs.keys() and all(
         (value.shape, value.dtype) == (theirs[key].shape, theirs[key].dtype) for key, value in ours.items()
     )
+
+
+class BatchShaping:
+    """Splits batches into trajectories, moves them to a device, and returns the same TensorDict each time.
+
+    Args:
+        splits: cut them into padded trajectories.
+        postproc: called with what was split.
+        device: where batches are delivered; None, or the CPU: where they are.
+        same_td: write each batch into the first one, where it has the same entries.
+    """
+
+    def __init__(
+        self,
+        *,
+        splits: bool,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None,
+        device: Any,
+        same_td: bool,
+    ) -> None:
+        self._splits, self._postproc, self._returns_same = splits, postproc, same_td
+        self._device = None if device is None or torch.device(device).type == "cpu" else device
+        self._same_td: TensorDictBase | None = None
+
+    def __call__(self, batch: TensorDictBase | None) -> TensorDictBase | None:
+        """The batch to deliver; None stays None."""
+        if batch is None:
+            return None
+        batch = self.shape(batch)
+        if not self._returns_same:
+            return batch
+        if self._same_td is None or not are_alike(self._same_td, batch):
+            self._same_td = batch.clone()
+        else:
+            self._same_td.update_(batch)
+        return self._same_td
+
+    def shape(self, batch: TensorDictBase) -> TensorDictBase:
+        """The batch, split and moved, in a TensorDict of its own."""
+        if self._splits:
+            batch = split_trajectories(batch, prefix="collector")
+            batch = batch if self._postproc is None else self._postproc(batch)
+        return batch if self._device is None else batch.to(self._device)

@@ -21,15 +21,12 @@ from rollwright._interrupts import uninterrupted
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.rows import HeldBatch, RowRange, concatenate, pad
 from rollwright.collectors.rollout.state import td_from, td_state
-from rollwright.collectors.workers import messages as say
+from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.group import WorkerGroup
-from rollwright.collectors.workers.member import Member
-from rollwright.collectors.workers.memory.packing import unpack
-from rollwright.collectors.workers.memory.store import Block, BlockStore
+from rollwright.collectors.workers.handles import WorkerHandle
+from rollwright.collectors.workers.memory import Block, BlockStore, unpack
 from rollwright.collectors.workers.schedules.joining import Result, batch_of, restored
-from rollwright.collectors.workers.schedules.orders import Orders
-from rollwright.collectors.workers.schedules.staleness import Staleness
-from rollwright.collectors.workers.schedules.strategy import Strategy
+from rollwright.collectors.workers.schedules.strategies import PendingRollouts, Staleness, Strategy
 from rollwright.errors import WorkerError
 
 _BREAK_S = 0.5  # after which a consumer is taken to have stopped
@@ -54,7 +51,7 @@ class Schedule:
 
     Args:
         group: the workers.
-        orders: what they were asked for.
+        rollouts: what they were asked for.
         strategy: decides what is asked for, and what the next batch is made of.
         staleness: how old batches may be.
         trajs_per_batch: how many complete trajectories are delivered at a time; None: batches are.
@@ -69,7 +66,7 @@ class Schedule:
 
     def __init__(
         self,
-        orders: Orders,
+        rollouts: PendingRollouts,
         strategy: Strategy,
         staleness: Staleness,
         *,
@@ -78,9 +75,9 @@ class Schedule:
         stored: bool,
         may_end: bool = False,
     ) -> None:
-        self.orders, self.strategy, self._staleness = orders, strategy, staleness
-        self._group: WorkerGroup = orders.group
-        self.store: BlockStore = orders.store
+        self.rollouts, self.strategy, self._staleness = rollouts, strategy, staleness
+        self._group: WorkerGroup = rollouts.group
+        self.store: BlockStore = rollouts.store
         self._trajs_per_batch, self._padded, self.stored = trajs_per_batch, padded, stored
         self._may_end = may_end
         self._devices = [_device(worker) for worker in self._group.workers]
@@ -96,7 +93,7 @@ class Schedule:
     @property
     def frames(self) -> int:
         """Collected so far, as far as they have arrived."""
-        return self.orders.frames
+        return self.rollouts.frames
 
     # What is delivered ------------------------------------------------------------------------
 
@@ -193,12 +190,12 @@ class Schedule:
 
     def _more(self) -> bool:
         """Whether anything is still to come."""
-        return bool(self.strategy.waiting()) or (self.orders.frames < self.orders.total_frames and not self.is_over)
+        return bool(self.strategy.waiting()) or (self.rollouts.frames < self.rollouts.total_frames and not self.is_over)
 
     @property
     def is_over(self) -> bool:
         """Whether the data of all workers is over."""
-        return len(self.orders.over) == len(self._group.workers)
+        return len(self.rollouts.over) == len(self._group.workers)
 
     def _take(self, stop: Callable[[], bool]) -> bool:
         """Wait for what comes next, and :meth:`_deliver` it; False if ``stop`` held first."""
@@ -209,7 +206,7 @@ class Schedule:
             self.raise_error()
             if not strategy.has_next():
                 self.raise_if_short()
-                if not self._more() and not self.orders.num_in_progress:
+                if not self._more() and not self.rollouts.num_in_progress:
                     return False
                 continue
             with self._group.lock:
@@ -252,16 +249,16 @@ class Schedule:
 
     def _wait(self, stop: Callable[[], bool]) -> bool:
         def done() -> bool:
-            self.orders.waiting_for = self.strategy.awaits
+            self.rollouts.waiting_for = self.strategy.awaits
             if self.strategy.ready() or self.errors or self.strategy.is_hopeless():
                 return True
-            return self.is_over and not self.orders.num_in_progress
+            return self.is_over and not self.rollouts.num_in_progress
 
         self._taker, self._taken_at = threading.get_ident(), None
         try:
             return self._group.wait(done, None, lambda: self.strategy.awaits, abandon=stop)
         finally:
-            self._taken_at, self.orders.waiting_for = time.monotonic(), None
+            self._taken_at, self.rollouts.waiting_for = time.monotonic(), None
 
     def is_awaited(self) -> bool:
         """Whether another thread takes batches: one that waits, or has just got one."""
@@ -277,8 +274,8 @@ class Schedule:
     def _lose(self, results: Sequence[Result]) -> None:
         """Let rollouts go that are not delivered: no trajectory goes on across the hole."""
         self._release(results)
-        self.orders.restarting.update(result.worker for result in results)
-        self.orders.frames -= sum(result.found.frames for result in results)
+        self.rollouts.restarting.update(result.worker for result in results)
+        self.rollouts.frames -= sum(result.found.frames for result in results)
 
     def oldest_versions(self) -> list[tuple[int, int]]:
         """Worker and version of rollouts that have arrived, and were not delivered."""
@@ -304,38 +301,38 @@ class Schedule:
     @contextmanager
     def holding(self) -> Iterator[None]:
         """No rollout begins inside the ``with`` block."""
-        self.orders.held += 1
+        self.rollouts.held += 1
         try:
             yield
         finally:
-            self.orders.held -= 1
+            self.rollouts.held -= 1
             self._group.wake()
 
     # What workers send -------------------------------------------------------------------------
 
-    def collected(self, worker: Member, found: say.Collected, block: Block | None) -> None:
-        """See :class:`~rollwright.collectors.workers.member.Listener`."""
-        self.orders.num_messages += 1
-        self.orders.frames += found.frames
+    def collected(self, worker: WorkerHandle, found: messages.Collected, block: Block | None) -> None:
+        """See :class:`~rollwright.collectors.workers.handles.Listener`."""
+        self.rollouts.num_messages += 1
+        self.rollouts.frames += found.frames
         self.frames_stale += found.dropped_frames
         self.store.read_by(worker.index, found.held)
         if found.is_over:
-            self.orders.over.add(worker.index)
+            self.rollouts.over.add(worker.index)
             return
         rest = None if found.rest is None else unpack(found.rest, worker.spec.packing)
         part, device = self.strategy.part_of(worker, block), self._devices[worker.index]
         self.strategy.add(Result(worker.index, worker.num_collected, found, block, part, rest, device))
 
-    def needs(self, worker: Member, need: say.Need) -> say.Grant:
-        """See :class:`~rollwright.collectors.workers.member.Listener`."""
-        return self.strategy.grant(worker, need)
+    def needs(self, worker: WorkerHandle, request: messages.MemoryRequest) -> messages.MemoryGrant:
+        """See :class:`~rollwright.collectors.workers.handles.Listener`."""
+        return self.strategy.grant(worker, request)
 
-    def failed(self, worker: Member, error: WorkerError) -> None:
-        """See :class:`~rollwright.collectors.workers.member.Listener`."""
+    def failed(self, worker: WorkerHandle, error: WorkerError) -> None:
+        """See :class:`~rollwright.collectors.workers.handles.Listener`."""
         self.errors.append(error)
 
-    def lost(self, worker: Member) -> None:
-        """See :class:`~rollwright.collectors.workers.member.Listener`."""
+    def lost(self, worker: WorkerHandle) -> None:
+        """See :class:`~rollwright.collectors.workers.handles.Listener`."""
         self.strategy.lost(worker)
 
     # State ------------------------------------------------------------------------------------
@@ -351,10 +348,10 @@ class Schedule:
             self.strategy.remove(old)
             self._release(old)
             if not self.stored:  # what is in the buffer stays there
-                self.orders.frames -= sum(result.found.frames for result in old)
+                self.rollouts.frames -= sum(result.found.frames for result in old)
             self._trajectories.clear()
             self._pending.clear()
-            self.orders.over.clear()
+            self.rollouts.over.clear()
 
     def state_dict(self, shares: Mapping[int, int]) -> dict[str, Any]:
         """What has arrived and was not delivered.
@@ -369,7 +366,7 @@ class Schedule:
         known = [*late, *(result for pending in shaped for result in pending.results)]
         waiting = [] if self.stored else [result for result in undelivered if result not in known]
         return {
-            "frames": self.orders.frames - sum(result.found.frames for result in late),
+            "frames": self.rollouts.frames - sum(result.found.frames for result in late),
             "waiting": [{"worker": result.worker, "held": _saved(batch_of(result))} for result in waiting],
             "kept": [td_state(pending.made) for pending in kept],
             "trajectories": [td_state(td) for td in self._trajectories],
@@ -377,7 +374,7 @@ class Schedule:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        self.orders.frames = int(state_dict["frames"])
+        self.rollouts.frames = int(state_dict["frames"])
         for saved in state_dict["waiting"]:
             self.strategy.add(restored(saved["worker"], _loaded(saved["held"]), self._devices[saved["worker"]]))
         self._trajectories.extend(cast(Any, td_from(td)) for td in state_dict["trajectories"])
@@ -417,6 +414,6 @@ def _loaded(saved: Any) -> Any:
     return [td_from(td) for td in saved] if isinstance(saved, list) else td_from(saved)
 
 
-def _device(worker: Member) -> torch.device | None:
+def _device(worker: WorkerHandle) -> torch.device | None:
     device = worker.ready.device if worker.ready is not None else None
     return None if device is None else torch.device(device)

@@ -32,13 +32,15 @@ from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.stats import EpisodeStats
 from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.collectors.weights import LocalWeights, WeightTargets, pick_weights
-from rollwright.collectors.workers import messages as say
-from rollwright.collectors.workers.counters import WorkerCounters
-from rollwright.collectors.workers.memory.blocks import BatchForm, BlockMemory, BlockPart
-from rollwright.collectors.workers.memory.packing import Packer
-from rollwright.collectors.workers.worker_side.observer import WorkerObserver
-from rollwright.collectors.workers.worker_side.places import Publications, packed_place
-from rollwright.collectors.workers.worker_side.trajectory_ids import StridedIds
+from rollwright.collectors.workers import messages
+from rollwright.collectors.workers.counters import (
+    Publications,
+    StridedIds,
+    WorkerCounters,
+    WorkerObserver,
+    packed_place,
+)
+from rollwright.collectors.workers.memory import BatchForm, BlockMemory, BlockPart, Packer
 from rollwright.envs.base import EnvBase
 from rollwright.weight_update.forms import Description, describe, prepare
 from rollwright.weight_update.subscribing import WeightSubscriber
@@ -132,10 +134,10 @@ class WorkerCollector(Reachable):
 
     # For the worker ---------------------------------------------------------------------------
 
-    def ready(self) -> say.Ready:
+    def ready(self) -> messages.Ready:
         """What its collector has to know of it."""
         rollout, device = self._rollout, self.devices.storing
-        return say.Ready(
+        return messages.Ready(
             num_envs=self.env.numel(),
             batch_size=tuple(self.env.batch_size),
             shapes=_shapes(self.env),
@@ -149,10 +151,10 @@ class WorkerCollector(Reachable):
             warnings=ByValue(self._taken_notes()),
         )
 
-    def news(self) -> say.Noted | None:
+    def news(self) -> messages.Noted | None:
         """What has changed of that since the last report: a policy is compiled at its first batch."""
         how, notes = self._how, self._taken_notes()
-        return say.Noted(self._how, ByValue(notes)) if self._current_how() != how or notes else None
+        return messages.Noted(self._how, ByValue(notes)) if self._current_how() != how or notes else None
 
     def _current_how(self) -> dict[str, str]:
         self._how = {**self._rollout.how, **self._delivery.how}
@@ -179,7 +181,7 @@ class WorkerCollector(Reachable):
     def _place(self) -> bytes | None:
         return packed_place(self._rollout.cursor.place()) if self._keeps_place else None
 
-    def collect(self, order: say.Collect) -> say.Collected:
+    def collect(self, order: messages.Collect) -> messages.Collected:
         """Collect a batch, and hand it over."""
         rollout, observer, delivery = self._rollout, self.observer, self._delivery
         frames, dropped = rollout.frames, observer.frames_dropped
@@ -190,7 +192,7 @@ class WorkerCollector(Reachable):
             delivery.forget()
             rollout.look_ahead()
         if rollout.cursor.is_over:
-            return say.Collected.nothing(order.run, observer.version, rollout.path.stats())
+            return messages.Collected.nothing(order.run, observer.version, rollout.path.stats())
         try:
             with observer.spending(None):
                 batch: Any = delivery.next_of_rollout() if isinstance(delivery, TrajectoryBatches) else delivery.next()
@@ -201,7 +203,7 @@ class WorkerCollector(Reachable):
             held = self._blocks.end()
             observer.write_counts(delivery)
         dropped = observer.frames_dropped - dropped
-        return say.Collected(
+        return messages.Collected(
             run=order.run,
             frames=rollout.frames - frames - dropped,
             steps=rollout.steps_taken,

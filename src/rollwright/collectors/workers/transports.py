@@ -1,16 +1,55 @@
-"""Backends: where the workers of a collector run, by name."""
+"""Transports: how workers are started and reached; backends by name, and processes of this machine."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import pickle
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rollwright._options import names_of, refuse_unknown
+from rollwright._processes.channel import ByValue
+from rollwright._processes.child import Child
+from rollwright._processes.connection import Connection
+from rollwright.collectors.workers.worker import WorkerSpec, serve
+from rollwright.envs.libs.foreign import is_env, remedy_for
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
-    from rollwright.collectors.workers.transports.transport import Transport
+
+
+class Transport(Protocol):
+    """Starts workers. Nothing here waits but :meth:`close`.
+
+    A worker writes to the memory that its spec names, and reads published weights from there; a transport to another
+    machine mirrors it.
+    """
+
+    def fileno(self) -> int:
+        """A file descriptor to wait for until :meth:`read` has something to do; -1: there is none."""
+
+    def read(self) -> None:
+        """Take in what has arrived for several workers, and send what there is room for."""
+
+    def push(self) -> None:
+        """Send what was posted to workers, as far as there is room; whoever has posted, or waits, sees to it."""
+
+    def tend(self) -> None:
+        """Look after what needs no message, such as a silence; to be called now and then."""
+
+    def connect(self, spec: WorkerSpec) -> Connection:
+        """Start a worker, and return the connection to it.
+
+        Raises:
+            TypeError: a part of it cannot be pickled.
+        """
+
+    def published(self) -> None:
+        """Weights were published in the memory that specs name."""
+
+    def close(self) -> None:
+        """End what is beside the workers, which have ended."""
 
 
 WorkerBackend = Literal["process", "multiprocessing", "tcp", "ray", "distributed", "rpc", "submitit"]
@@ -19,13 +58,13 @@ Backend = Literal["direct", WorkerBackend]
 """The same, and the collector's own process."""
 
 BACKENDS = {
-    "process": "rollwright.collectors.workers.transports.local",
-    "multiprocessing": "rollwright.collectors.workers.transports.local",
+    "process": "rollwright.collectors.workers.transports",
+    "multiprocessing": "rollwright.collectors.workers.transports",
     "tcp": "rollwright.collectors.workers.remote.tcp",
     "ray": "rollwright.collectors.workers.remote.ray",
     "distributed": "rollwright.collectors.workers.remote.distributed",
     "rpc": "rollwright.collectors.workers.remote.rpc",
-    "submitit": "rollwright.collectors.workers.remote.process_groups.submitit",
+    "submitit": "rollwright.collectors.workers.remote.submitit",
 }
 """By name, the module: it has ``Options``, a dataclass or None, and ``transport(options, own, num_workers)``."""
 
@@ -38,7 +77,7 @@ def register_backend(name: str, module: str) -> None:
         module: dotted name of the module that has it; it is imported when the backend is used. It has ``Options``, a
             dataclass of what ``backend_options`` may hold, with ``num_workers_per_collector`` among it, or None for
             workers that share memory with the collector and take no options; and ``transport(options, own,
-            num_workers)``, which returns a :class:`~rollwright.collectors.workers.transports.transport.Transport`.
+            num_workers)``, which returns a :class:`~rollwright.collectors.workers.transports.Transport`.
 
     Raises:
         ValueError: another module has that name.
@@ -123,3 +162,76 @@ def transport_of(own: WorkerOptions, num_workers: int) -> Transport:
         _options(own.transport, own.backend_options), own, num_workers
     )
     return made
+
+
+Options = None
+"""See :mod:`~rollwright.collectors.workers.transports`."""
+
+
+class LocalTransport:
+    """See :class:`~rollwright.collectors.workers.transports.Transport`.
+
+    Args:
+        start_method: of the processes, see :class:`~rollwright._processes.child.Child`.
+        num_threads: that torch uses in each.
+    """
+
+    def __init__(self, *, start_method: str | None, num_threads: int) -> None:
+        self._start_method, self._num_threads = start_method, num_threads
+
+    def fileno(self) -> int:
+        """There is none: each worker has its own."""
+        return -1
+
+    def read(self) -> None:
+        """There is nothing."""
+
+    def push(self) -> None:
+        """There is nothing."""
+
+    def tend(self) -> None:
+        """There is nothing."""
+
+    def connect(self, spec: WorkerSpec) -> Child:
+        """See :class:`~rollwright.collectors.workers.transports.Transport`."""
+        try:
+            return Child(
+                serve,
+                spec,
+                name=f"rollwright-worker-{spec.index}",
+                start_method=self._start_method,
+                num_threads=self._num_threads,
+            )
+        except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
+            raise unsendable(spec, error) from error
+
+    def published(self) -> None:
+        """Workers read it themselves."""
+
+    def close(self) -> None:
+        """There is nothing."""
+
+
+def transport(options: None, own: WorkerOptions, num_workers: int) -> LocalTransport:
+    """See :mod:`~rollwright.collectors.workers.transports`."""
+    return LocalTransport(start_method=own.start_method, num_threads=own.threads_of(num_workers))
+
+
+def _remedy_for(maker: Any) -> str:
+    if is_env(maker):
+        return remedy_for(maker)
+    return "Let the function make what cannot be pickled when it is called, instead of holding it."
+
+
+def unsendable(spec: WorkerSpec, error: Exception) -> Exception:
+    """Why a worker could not be started: the part of its spec that cannot be pickled, if that is it."""
+    parts = {"create_env_fn": spec.create_env_fn, "init_fn": spec.init_fn}
+    parts |= {field.name: getattr(spec.options, field.name) for field in dataclasses.fields(spec.options)}
+    del parts["replay_buffer"]  # which can be sent only while a process starts
+    for name, part in parts.items():
+        try:
+            pickle.dumps(ByValue(part))
+        except Exception as why:  # an object may refuse in any way it likes
+            remedy = f" {_remedy_for(part)}" if name == "create_env_fn" else ""
+            return TypeError(f"{name}: cannot be sent to a worker process: {type(why).__name__}: {why}.{remedy}")
+    return error

@@ -1,1 +1,0 @@
-"""Shared memory between a collector and its workers."""

@@ -1,0 +1,434 @@
+"""Strategies: which rollouts are asked for, and which of those that have arrived make the next batch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from rollwright.collectors.workers import messages
+from rollwright.collectors.workers.group import WorkerGroup
+from rollwright.collectors.workers.handles import WorkerHandle
+from rollwright.collectors.workers.memory import BatchForm, Block, BlockLayout, BlockStore, Join
+from rollwright.collectors.workers.schedules.joining import Result, batch_of, joined, mark_taken
+from rollwright.data.replay_buffers import SampleToInsertRatio
+
+
+class PendingRollouts:
+    """Asks workers for rollouts.
+
+    Args:
+        group: the workers.
+        store: memory of batches.
+        total_frames: to collect in all; infinity for no end.
+
+    Attributes:
+        frames: collected so far, as far as they have arrived.
+        held: how many keep rollouts from beginning.
+        limiter: of the replay buffer: asked before rollouts begin.
+        restarting: workers that reset their environments before the next rollout, because one before it is lost.
+        over: workers whose data is over.
+        num_messages: sent and received.
+        waiting_for: what the next rollout waits for.
+    """
+
+    def __init__(self, group: WorkerGroup, store: BlockStore, total_frames: float) -> None:
+        self.group, self.store, self.total_frames = group, store, total_frames
+        self.frames = self.held = self.num_messages = 0
+        self.limiter: SampleToInsertRatio | None = None
+        self.restarting: set[int] = set()
+        self.over: set[int] = set()
+        self.waiting_for: str | None = None
+        self._runs = itertools.count()
+
+    @property
+    def on_hold(self) -> bool:
+        """Whether no rollout may begin."""
+        return bool(self.held or self.group.num_pauses)
+
+    def ask(self, worker: WorkerHandle, block: Block | None) -> None:
+        """Ask for a rollout, to lie in a block; None: the worker asks for one."""
+        self.group.order(worker, next(self._runs), block, reset=worker.index in self.restarting)
+        self.restarting.discard(worker.index)
+        self.num_messages += 1
+
+    def may_begin(self, frames: int) -> bool:
+        """Whether the replay buffer may take so many more frames."""
+        if self.limiter is None or self.limiter.may_insert(frames):
+            return True
+        self.waiting_for = self.limiter.wants(frames)
+        return False
+
+    @staticmethod
+    def frames_of(worker: WorkerHandle) -> int:
+        """In a rollout of a worker."""
+        return worker.ready.frames_per_batch if worker.ready is not None else 0
+
+    @property
+    def num_in_progress(self) -> int:
+        """Rollouts that were asked for and have not arrived."""
+        return sum(len(worker.runs) for worker in self.group.workers)
+
+    @property
+    def frames_asked(self) -> int:
+        """Collected, or asked for."""
+        return self.frames + sum(len(worker.runs) * self.frames_of(worker) for worker in self.group.workers)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a worker is gone for good."""
+        return any(worker.error is not None for worker in self.group.workers)
+
+    def grant(
+        self, worker: WorkerHandle, request: messages.MemoryRequest, layout: BlockLayout, block: Block, part: int
+    ) -> messages.MemoryGrant:
+        """Let the current rollout lie in a part of a block."""
+        old = worker.runs.get(request.run)
+        if old is not None:
+            old.runs.discard(request.run)
+        worker.runs[request.run] = block
+        block.runs.add(request.run)
+        return messages.MemoryGrant(request.run, layout, block.number, block.offset, part)
+
+    def grant_alone(self, worker: WorkerHandle, request: messages.MemoryRequest) -> messages.MemoryGrant:
+        """Let the current rollout lie in a block of its own."""
+        layout = BlockLayout(request.form, (request.form.steps,), "alone")
+        return self.grant(worker, request, layout, self.store.take(layout), 0)
+
+
+class Staleness:
+    """Keeps ``version at delivery - version that acted first <= limit``.
+
+    Where workers are to wait, a rollout begins only if it will be delivered in time: with ``n`` rollouts ahead that are
+    delivered in the order in which they began, the last one is ``(n - 1) * pace`` versions old, so
+    ``n = limit // pace + 1``. The pace is the most versions that the consumer has published from one delivery to the
+    next; until it is known, ``n = 1``.
+
+    Args:
+        limit: versions; None: any number.
+        waits: whether workers wait; otherwise what is too stale is dropped.
+        versions: gives the version that was published last for each worker.
+
+    Example:
+        >>> staleness = Staleness(4, waits=True, versions=lambda: [0])
+        >>> staleness.most_ahead
+        1
+    """
+
+    def __init__(self, limit: int | None, *, waits: bool, versions: Callable[[], Sequence[int]]) -> None:
+        self.limit, self.versions = limit, versions
+        self.waits = waits and limit is not None
+        self.drops = not waits and limit is not None
+        self._pace: int | None = None
+        self._last: int | None = None
+
+    @property
+    def most_ahead(self) -> float:
+        """Rollouts that may be in progress, or finished and not delivered."""
+        if not self.waits:
+            return math.inf
+        return 1 if self._pace is None else (self.limit or 0) // max(1, self._pace) + 1
+
+    def too_stale(self, results: Iterable[Result], versions: Sequence[int]) -> bool:
+        """Whether rollouts must not be delivered any more, when ``versions`` are published."""
+        limit = self.limit
+        return limit is not None and any(versions[r.worker] - r.found.oldest_version > limit for r in results)
+
+    def delivered(self) -> None:
+        """Note that a batch is delivered."""
+        version = max(self.versions())
+        if self._last is not None:
+            self._pace = max(self._pace or 0, version - self._last)
+        self._last = version
+
+
+class Strategy(ABC):
+    """Decides for a :class:`~rollwright.collectors.workers.schedules.schedule.Schedule`, which calls it under its lock.
+
+    Attributes:
+        awaits: what :meth:`ready` waits for, for messages.
+        loses_what_fails: whether rollouts of a batch that could not be made are lost, and their workers restart.
+        in_step: whether all workers take the same number of steps.
+    """
+
+    awaits: str
+    loses_what_fails: bool
+    in_step: bool
+
+    @abstractmethod
+    def ask(self) -> None:
+        """Ask workers for as many rollouts as may be in progress."""
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """:meth:`ask`; whether the rollouts of the next batch have arrived."""
+
+    @abstractmethod
+    def has_next(self) -> bool:
+        """Whether they are there now."""
+
+    @abstractmethod
+    def is_hopeless(self) -> bool:
+        """Whether they cannot arrive any more."""
+
+    @abstractmethod
+    def next_rollouts(self) -> list[Result]:
+        """The rollouts of the next batch."""
+
+    @abstractmethod
+    def remove(self, results: Collection[Result]) -> None:
+        """These rollouts are delivered or dropped."""
+
+    @abstractmethod
+    def add(self, result: Result) -> None:
+        """A rollout has arrived."""
+
+    @abstractmethod
+    def waiting(self) -> list[Result]:
+        """All that have arrived and were not removed."""
+
+    @abstractmethod
+    def combine(self, results: Sequence[Result]) -> TensorDictBase:
+        """The batch of some rollouts."""
+
+    @abstractmethod
+    def grant(self, worker: WorkerHandle, request: messages.MemoryRequest) -> messages.MemoryGrant:
+        """Memory for a rollout that needs it."""
+
+    @abstractmethod
+    def lost(self, worker: WorkerHandle) -> None:
+        """A worker is gone, and with it what it was asked for."""
+
+    def part_of(self, worker: WorkerHandle, block: Block | None) -> int:
+        """Which part of a block is a worker's."""
+        return 0
+
+    def delivered(self) -> None:  # noqa: B027 - most wait until the consumer comes again
+        """A batch was delivered."""
+
+
+_AHEAD = 2  # rollouts that a worker may be ahead of the consumer: in progress, or finished and not taken yet
+
+
+class FirstCome(Strategy):
+    """Each batch is of one rollout of one worker, in the order in which they arrive.
+
+    A batch that could not be made stays the next one: its worker has gone on from its end.
+
+    Args:
+        rollouts: asks workers.
+        staleness: how old batches may be.
+        stored: whether workers write into a replay buffer.
+    """
+
+    awaits = "a rollout of any worker"
+    loses_what_fails = False
+    in_step = False
+
+    def __init__(self, rollouts: PendingRollouts, staleness: Staleness, *, stored: bool) -> None:
+        self._rollouts, self._workers, self._staleness = rollouts, rollouts.group.workers, staleness
+        self._stored = stored
+        self._layouts: dict[int, BlockLayout | None] = {}  # None: its rollouts lie in no block
+        self._arrivals: deque[Result] = deque()
+
+    def ready(self) -> bool:
+        """See :class:`Strategy`."""
+        self.ask()
+        if self._arrivals and self._staleness.waits:  # the one that began first is the next
+            first = min(self._arrivals, key=lambda result: result.found.run)
+            if any(run < first.found.run for worker in self._workers for run in worker.runs):
+                return False
+            self._arrivals.remove(first)
+            self._arrivals.appendleft(first)
+        return self.has_next()
+
+    def has_next(self) -> bool:
+        """See :class:`Strategy`."""
+        return bool(self._arrivals)
+
+    def is_hopeless(self) -> bool:
+        """See :class:`Strategy`."""
+        return self._rollouts.is_short and not self._rollouts.num_in_progress
+
+    def ask(self) -> None:
+        """Ask all workers for as much as they may be ahead."""
+        rollouts = self._rollouts
+        if rollouts.is_short or rollouts.on_hold:
+            return
+        waiting = [result.worker for result in self._arrivals]
+        for ahead in range(1, 2 if self._staleness.drops else _AHEAD + 1):
+            for worker in self._workers:
+                in_progress = len(worker.runs) + waiting.count(worker.index)
+                if (
+                    in_progress >= ahead
+                    or not worker.available
+                    or worker.index in rollouts.over
+                    or rollouts.frames_asked >= rollouts.total_frames
+                ):
+                    continue
+                if in_progress and worker.index not in self._layouts and not self._stored:
+                    continue  # it is asked for the next one with a block for it
+                if len(waiting) + rollouts.num_in_progress >= self._staleness.most_ahead:
+                    return
+                if rollouts.may_begin(rollouts.frames_of(worker) * (1 + rollouts.num_in_progress)):
+                    layout = self._layouts.get(worker.index)
+                    rollouts.ask(worker, None if layout is None else rollouts.store.take(layout))
+
+    def next_rollouts(self) -> list[Result]:
+        """See :class:`Strategy`."""
+        return [self._arrivals[0]]
+
+    def remove(self, results: Collection[Result]) -> None:
+        """See :class:`Strategy`."""
+        self._arrivals = deque(result for result in self._arrivals if result not in results)
+
+    def delivered(self) -> None:
+        """See :class:`Strategy`: the worker goes on while the consumer has the batch."""
+        if not self._staleness.waits:
+            self.ask()
+
+    def add(self, result: Result) -> None:
+        """See :class:`Strategy`."""
+        self._layouts.setdefault(result.worker, None)
+        self._arrivals.append(result)
+
+    def waiting(self) -> list[Result]:
+        """See :class:`Strategy`."""
+        return list(self._arrivals)
+
+    def combine(self, results: Sequence[Result]) -> Any:
+        """See :class:`Strategy`."""
+        [result] = results
+        return batch_of(result)
+
+    def grant(self, worker: WorkerHandle, request: messages.MemoryRequest) -> messages.MemoryGrant:
+        """See :class:`Strategy`."""
+        grant = self._rollouts.grant_alone(worker, request)
+        self._layouts[worker.index] = grant.layout
+        return grant
+
+    def lost(self, worker: WorkerHandle) -> None:
+        """See :class:`Strategy`."""
+        self._layouts.pop(worker.index, None)
+
+
+class Gather(Strategy):
+    """Each batch is of one rollout of every worker whose data is not over.
+
+    Args:
+        rollouts: asks workers.
+        join: how rollouts are put together.
+        least: how many workers are waited for; the others are interrupted then.
+    """
+
+    awaits = "rollouts of all workers"
+    loses_what_fails = True
+    in_step = True
+
+    def __init__(self, rollouts: PendingRollouts, *, join: Join, least: int) -> None:
+        self._rollouts, self._workers, self._join, self._least = rollouts, rollouts.group.workers, join, least
+        self._steps = tuple(_steps(worker) for worker in self._workers)
+        self._layout: BlockLayout | None = None
+        self._block: Block | None = None  # of this round
+        self._fitting: set[int] = set()  # workers that know the layout
+        self._results: dict[int, Result] = {}
+        self._interrupted = False
+
+    def ready(self) -> bool:
+        """See :class:`Strategy`."""
+        self.ask()
+        if self._least <= len(self._results) < len(self._taking_part()) and not self._interrupted:
+            self._interrupted = True
+            for worker in self._workers:
+                self._rollouts.group.interrupt(worker)
+        return self.has_next()
+
+    def has_next(self) -> bool:
+        """See :class:`Strategy`."""
+        return bool(self._results) and all(worker.index in self._results for worker in self._taking_part())
+
+    def _taking_part(self) -> list[WorkerHandle]:
+        """The workers of this round: all, less those whose data is over, and who have no part in it."""
+        return [w for w in self._workers if w.index not in self._rollouts.over or w.index in self._results]
+
+    def is_hopeless(self) -> bool:
+        """See :class:`Strategy`."""
+        return self._rollouts.is_short
+
+    def ask(self) -> None:
+        """Ask every worker that has no part in this round yet."""
+        rollouts = self._rollouts
+        begins = not self._results and not rollouts.num_in_progress
+        if (begins and rollouts.held) or rollouts.group.num_pauses:
+            return
+        taking_part = self._taking_part()
+        if begins and not rollouts.may_begin(sum(map(rollouts.frames_of, taking_part))):
+            return
+        for worker in taking_part:
+            if worker.index not in self._results and worker.available and not worker.runs:
+                if self._layout is not None and self._block is None:
+                    self._block = rollouts.store.take(self._layout)
+                rollouts.ask(worker, self._block if worker.index in self._fitting else None)
+
+    def next_rollouts(self) -> list[Result]:
+        """See :class:`Strategy`."""
+        return [self._results[worker.index] for worker in self._taking_part()]
+
+    def remove(self, results: Collection[Result]) -> None:
+        """See :class:`Strategy`."""
+        self._results = {index: result for index, result in self._results.items() if result not in results}
+        if not self._results:
+            self._block, self._interrupted = None, False
+
+    def add(self, result: Result) -> None:
+        """See :class:`Strategy`."""
+        self._results[result.worker] = result
+
+    def waiting(self) -> list[Result]:
+        """See :class:`Strategy`."""
+        return list(self._results.values())
+
+    def combine(self, results: Sequence[Result]) -> TensorDictBase:
+        """See :class:`Strategy`."""
+        batch = joined(results, self._join)
+        if self._least < len(results):
+            mark_taken(batch)
+        return batch
+
+    def grant(self, worker: WorkerHandle, request: messages.MemoryRequest) -> messages.MemoryGrant:
+        """See :class:`Strategy`."""
+        layout = BlockLayout(BatchForm(request.form.fields, request.form.env, 0), self._steps, self._join)
+        if not self._can_join(worker, request.form):
+            return self._rollouts.grant_alone(worker, request)
+        if layout != self._layout:
+            if self._block is not None and self._block.runs - {request.run}:
+                return self._rollouts.grant_alone(worker, request)  # others write, in another form
+            self._layout, self._block, self._fitting = layout, None, set()
+        if self._block is None:
+            self._block = self._rollouts.store.take(layout)
+        self._fitting.add(worker.index)
+        return self._rollouts.grant(worker, request, layout, self._block, worker.index)
+
+    def part_of(self, worker: WorkerHandle, block: Block | None) -> int:
+        """See :class:`Strategy`."""
+        return 0 if block is None or block.layout.join == "alone" else worker.index
+
+    def _can_join(self, worker: WorkerHandle, form: BatchForm) -> bool:
+        same = len(set(self._steps)) == 1
+        env = tuple(worker.ready.batch_size) if worker.ready is not None else ()
+        alike = all(other.ready is None or tuple(other.ready.batch_size) == env for other in self._workers)
+        by_time = self._join == "time" or (self._join == "first" and not env)
+        return alike and form.env == env and form.steps == self._steps[worker.index] and (same or by_time)
+
+    def lost(self, worker: WorkerHandle) -> None:
+        """See :class:`Strategy`."""
+        self._fitting.discard(worker.index)
+
+
+def _steps(worker: WorkerHandle) -> int:
+    return worker.ready.frames_per_batch // worker.ready.num_envs if worker.ready is not None else 0

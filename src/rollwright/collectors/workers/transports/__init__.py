@@ -1,1 +1,0 @@
-"""How workers are started and reached: the protocol, the backends by name, and processes of this machine."""

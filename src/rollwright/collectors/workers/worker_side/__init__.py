@@ -1,1 +1,0 @@
-"""The collector inside a worker process."""
