@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import secrets
-import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +15,7 @@ import torch
 
 from rollwright._options import Check
 from rollwright._processes.network.pair import PairCarrier
-from rollwright.collectors.workers.remote.launching import LaunchOptions, launched_transport
+from rollwright.collectors.workers.remote.launching import LaunchOptions, launched_transport, listening_store
 from rollwright.collectors.workers.remote.transport import RemoteTransport
 
 if TYPE_CHECKING:
@@ -114,12 +113,7 @@ class Pairs:
     def __init__(
         self, address: tuple[str, int], *, kind: Kind, interface: str | None, limit_s: float, min_bytes: int
     ) -> None:
-        listening = socket.create_server((address[0], 0))
-        port = int(listening.getsockname()[1])
-        # The store listens at all addresses of the machine unless it is handed a socket, which it closes.
-        self._store: Any = dist.TCPStore(
-            address[0], port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+        self._store, port = listening_store(address[0])
         self._offer = PairOffer(
             kind=kind,
             port=port,
@@ -141,7 +135,7 @@ class Pairs:
 
     def close(self) -> None:
         """See :class:`~rollwright._processes.network.carrier.Carriers`."""
-        self._store = None  # whose end is an error for who still connects
+        self._store = None  # whoever still connects gets an error
         until = time.monotonic() + _CLOSE_S
         for carrier in self._open:
             carrier.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
-import logging
 import os
 import secrets
 import shutil
@@ -21,15 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from rollwright._options import Check, whole
-from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, parse_address, secret_of
+from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, secret_of
 from rollwright._processes.network.carrier import Carriers
 from rollwright.collectors.workers.remote.group import join
 from rollwright.collectors.workers.remote.transport import (
+    GoneHost,
     Launcher,
     LocalLauncher,
     Manual,
     RemoteOptions,
     RemoteTransport,
+    remote_transport,
 )
 from rollwright.errors import require
 
@@ -52,6 +53,14 @@ def check_interface(name: str, value: object) -> object:
             "it out for the one that the collector is reached by."
         )
     return value
+
+
+def listening_store(host: str) -> tuple[Any, int]:
+    """A store of torch.distributed that listens at an address of this machine alone; and its port."""
+    listening = socket.create_server((host, 0))
+    port = int(listening.getsockname()[1])
+    # It listens at all addresses of the machine unless it is handed a socket, which it closes.
+    return dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()), port
 
 
 def interface_of(address: str) -> str | None:
@@ -138,27 +147,13 @@ class TorchrunLauncher:
         self._store = run.store(_SET_S)
         self._launched: set[int] = set()
 
-    def launch(self, group: int, address: tuple[str, int], secret: bytes) -> _Rank | None:
+    def launch(self, group: int, address: tuple[str, int], secret: bytes) -> GoneHost | None:
         """See :class:`Launcher`."""
         if group in self._launched:
-            return _Rank(group + 1)
+            return GoneHost(f"was rank {group + 1} of torchrun, which starts no other rank by itself")
         self._store.set(f"{_KEY}/{group + 1}", f"{address[0]} {address[1]}")
         self._launched.add(group)
         return None
-
-
-class _Rank:
-    """A rank in the place of one that is gone: there is none."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def how_it_ended(self) -> str:
-        """See :class:`Host`."""
-        return f"was rank {self._rank} of torchrun, which starts no other rank by itself"
-
-    def end(self, timeout_s: float) -> None:
-        """See :class:`Host`."""
 
 
 def serve_as_rank(run: Torchrun, secret: bytes, start_timeout_s: float) -> None:
@@ -316,7 +311,6 @@ def _join(address: tuple[str, int], secret: bytes, group: int) -> None:
 
 
 _LOOPBACK = "127.0.0.1"
-_log = logging.getLogger("rollwright")
 
 
 def _keywords(name: str, value: Any) -> object:
@@ -379,59 +373,6 @@ class LaunchOptions(RemoteOptions):
             Torchrun.here()
 
 
-class LaunchedTransport(RemoteTransport):
-    """Groups that a launcher starts, and the launcher's files.
-
-    Args:
-        options: of the backend.
-        own: of the collector.
-        num_workers: of it.
-        launcher: starts the groups.
-        secret: of the run.
-        address: where to listen.
-        carriers: see :class:`RemoteTransport`.
-    """
-
-    def __init__(
-        self,
-        options: LaunchOptions,
-        own: WorkerOptions,
-        num_workers: int,
-        launcher: Launcher,
-        *,
-        secret: bytes,
-        address: str,
-        carriers: Callable[[tuple[str, int]], Carriers],
-    ) -> None:
-        self._own_launcher = launcher
-        try:
-            super().__init__(
-                num_workers,
-                options.num_workers_per_collector,
-                launcher,
-                secret=secret,
-                address=parse_address("address", address),
-                host_timeout=options.host_timeout,
-                start_timeout=own.start_timeout,
-                step_timeout=own.env_step_timeout,
-                num_threads=own.num_sub_threads,
-                carriers=carriers,
-            )
-        except BaseException:
-            self._close_launcher()
-            raise
-
-    def _close_launcher(self) -> None:
-        close = getattr(self._own_launcher, "close", None)
-        if close is not None:
-            close()
-
-    def close(self) -> None:
-        """See :class:`~rollwright.collectors.workers.transports.Transport`."""
-        super().close()
-        self._close_launcher()
-
-
 def launched_transport(
     options: LaunchOptions,
     own: WorkerOptions,
@@ -465,16 +406,7 @@ def launched_transport(
             raise SystemExit(0)
     address = options.address or _own_address(options)
     launcher = limited(_launcher(options))
-    try:
-        made = LaunchedTransport(options, own, num_workers, launcher, secret=secret, address=address, carriers=carriers)
-    except OSError as error:
-        why = f"backend_options['address']: cannot listen at {address}: {error.strerror}"
-        raise OSError(error.errno, why) from error
-    if options.launcher == "join":
-        host, port = made.address
-        shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
-        _log.warning("waits for %d hosts to join: run `rollwright join %s:%d` on each", num_groups, shown, port)
-    return made
+    return remote_transport(options, own, num_workers, launcher, secret=secret, address=address, carriers=carriers)
 
 
 def _launcher(options: LaunchOptions) -> Launcher:

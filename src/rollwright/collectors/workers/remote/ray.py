@@ -16,7 +16,7 @@ from rollwright._processes.network.ray_actors import ProcessActor
 from rollwright._processes.network.ray_resources import asked_text, check_cluster, check_remote_config, configs_of
 from rollwright._processes.network.ray_sessions import RaySession, check_ray_init_config
 from rollwright.collectors.workers.remote.group import join
-from rollwright.collectors.workers.remote.transport import RemoteOptions, RemoteTransport
+from rollwright.collectors.workers.remote.transport import RemoteOptions, RemoteTransport, remote_transport
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
@@ -82,43 +82,18 @@ def transport(options: Options, own: WorkerOptions, num_workers: int) -> RemoteT
     try:
         launcher = RayLauncher(session, configs, _TARGET, niceness=options.niceness)
         check_cluster(session, configs, grows=options.autoscales)
-        return _RayTransport(session, launcher, options, own, num_workers)
     except BaseException:
         session.close()
         raise
-
-
-class _RayTransport(RemoteTransport):
-    """Groups in actors, and the session with their cluster."""
-
-    def __init__(
-        self, session: RaySession, launcher: RayLauncher, options: Options, own: WorkerOptions, num_workers: int
-    ) -> None:
-        self._session = session
-        host, port = parse_address("address", options.address or f"{session.node_ip}:0")
-        try:
-            super().__init__(
-                num_workers,
-                options.num_workers_per_collector,
-                launcher,
-                secret=secrets.token_hex(32).encode(),
-                address=(host, port),
-                host_timeout=options.host_timeout,
-                start_timeout=own.start_timeout,
-                step_timeout=own.env_step_timeout,
-                num_threads=own.num_sub_threads,
-            )
-        except OSError as error:
-            why = (
-                f"backend_options['address']: cannot listen at {host}:{port}: {error.strerror}. Pass an address of "
-                "this machine that the nodes of the cluster reach, such as '0.0.0.0:0'."
-            )
-            raise OSError(error.errno, why) from error
-
-    def close(self) -> None:
-        """See :class:`~rollwright.collectors.workers.transports.Transport`."""
-        super().close()
-        self._session.close()
+    return remote_transport(
+        options,
+        own,
+        num_workers,
+        launcher,
+        secret=secrets.token_hex(32).encode(),
+        address=options.address or f"{session.node_ip}:0",
+        advice=(". Pass an address of this machine that the nodes of the cluster reach, such as '0.0.0.0:0'."),
+    )
 
 
 class RayLauncher:
@@ -137,7 +112,7 @@ class RayLauncher:
     def __init__(
         self, session: RaySession, configs: Sequence[Mapping[str, Any]], target: str, *, niceness: int | None = None
     ) -> None:
-        self._ray, self._session = session.ray, session
+        self._ray, self._session, self.close = session.ray, session, session.close
         actor = session.ray.remote(ProcessActor)
         try:
             self._actors = [actor.options(**config) for config in configs]

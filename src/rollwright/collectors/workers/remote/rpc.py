@@ -7,7 +7,6 @@ import importlib
 import itertools
 import os
 import secrets
-import socket
 import threading
 import time
 import warnings
@@ -20,8 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rollwright._options import Check, refuse_unknown
 from rollwright._processes.network.rpc import RpcCarrier
 from rollwright._warnings import warn_user
-from rollwright.collectors.workers.remote.launching import LaunchOptions, interface_of, launched_transport
-from rollwright.collectors.workers.remote.transport import Host, Launcher, RemoteTransport
+from rollwright.collectors.workers.remote.launching import (
+    LaunchOptions,
+    interface_of,
+    launched_transport,
+    listening_store,
+)
+from rollwright.collectors.workers.remote.transport import GoneHost, Host, Launcher, RemoteTransport, close_launcher
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
@@ -141,11 +145,7 @@ class Members:
     """
 
     def __init__(self, address: tuple[str, int], *, num_groups: int, member: Member) -> None:
-        listening = socket.create_server((address[0], 0))
-        port = int(listening.getsockname()[1])
-        self._store: Any = _dist.TCPStore(
-            address[0], port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+        self._store, port = listening_store(address[0])
         key = secrets.token_hex(16)
         # torch numbers what members do together by their names, for as long as a process lives.
         serial = next(_serials)
@@ -196,29 +196,13 @@ class OnceLauncher:
     def launch(self, group: int, address: tuple[str, int], secret: bytes) -> Host | None:
         """See :class:`Launcher`."""
         if group in self._launched:
-            return _Gone(name_of(group))
+            return GoneHost(_GONE.format(name=name_of(group)))
         self._launched.add(group)
         return self.inner.launch(group, address, secret)
 
     def close(self) -> None:
         """Close the launcher, where it has something to close."""
-        close = getattr(self.inner, "close", None)
-        if close is not None:
-            close()
-
-
-class _Gone:
-    """A member in the place of one that is gone: there is none."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def how_it_ended(self) -> str:
-        """See :class:`Host`."""
-        return _GONE.format(name=self._name)
-
-    def end(self, timeout_s: float) -> None:
-        """See :class:`Host`."""
+        close_launcher(self.inner)
 
 
 def _enter(enter: Any, carriers: list[RpcCarrier]) -> None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
-import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rollwright._options import Check
-from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, parse_address, secret_of
-from rollwright.collectors.workers.remote.transport import LocalLauncher, Manual, RemoteOptions, RemoteTransport
+from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, secret_of
+from rollwright.collectors.workers.remote.transport import (
+    LocalLauncher,
+    Manual,
+    RemoteOptions,
+    RemoteTransport,
+    remote_transport,
+)
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
-
-
-_log = logging.getLogger("rollwright")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,24 +53,5 @@ def transport(options: Options, own: WorkerOptions, num_workers: int) -> RemoteT
         OSError: the address cannot be listened at.
     """
     secret = secret_of(options.secret) or secrets.token_hex(32)
-    try:
-        made = RemoteTransport(
-            num_workers,
-            options.num_workers_per_collector,
-            LocalLauncher() if options.launcher == "mp" else Manual(),
-            secret=secret.encode(),
-            address=parse_address("address", options.address),
-            host_timeout=options.host_timeout,
-            start_timeout=own.start_timeout,
-            step_timeout=own.env_step_timeout,
-            num_threads=own.num_sub_threads,
-        )
-    except OSError as error:
-        why = f"backend_options['address']: cannot listen at {options.address}: {error.strerror}"
-        raise OSError(error.errno, why) from error
-    if options.launcher == "join":
-        host, port = made.address
-        shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
-        count = -(-num_workers // options.num_workers_per_collector)
-        _log.warning("waits for %d hosts to join: run `rollwright join %s:%d` on each", count, shown, port)
-    return made
+    launcher = LocalLauncher() if options.launcher == "mp" else Manual()
+    return remote_transport(options, own, num_workers, launcher, secret=secret.encode(), address=options.address)

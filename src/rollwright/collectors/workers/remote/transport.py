@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import socket
 import sys
@@ -11,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from rollwright._interrupts import uninterrupted
 from rollwright._options import check_fields, seconds, whole
@@ -20,6 +21,7 @@ from rollwright._processes.child import Child
 from rollwright._processes.connection import Connection, end_all
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.forks import on_fork
+from rollwright._processes.network.addresses import parse_address
 from rollwright._processes.network.carrier import Carriers
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake
 from rollwright._processes.network.listener import Listener
@@ -30,6 +32,9 @@ from rollwright.collectors.workers.remote.link import Link
 from rollwright.collectors.workers.transports import unsendable
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.weight_update.subscribing import Copies
+
+if TYPE_CHECKING:
+    from rollwright.collectors.workers.options import WorkerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +65,26 @@ class Host(Protocol):
         """Make it end, if it has not ended by itself within a while."""
 
 
+class GoneHost:
+    """In place of a host that nothing can be started for.
+
+    Args:
+        how: why, as a phrase.
+    """
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def how_it_ended(self) -> str:
+        """A phrase."""
+        return self._how
+
+    def end(self, timeout_s: float) -> None:
+        """There is nothing to end."""
+
+
 class Launcher(Protocol):
-    """Starts hosts. Nothing here waits."""
+    """Starts hosts. Nothing here waits. It may have a ``close()``, which is called after the end of all hosts."""
 
     def launch(self, group: int, address: tuple[str, int], secret: bytes) -> Host | None:
         """Start the process of a group, which joins the collector at an address.
@@ -108,6 +131,7 @@ def _join(channel: Channel, address: tuple[str, int], secret: bytes, group: int)
     join(address, secret, group=group, name=f"{socket.gethostname()} (group {group})")
 
 
+_log = logging.getLogger("rollwright")
 _BEAT_S = 0.5
 _LEAST_SECRET = 16
 _MOST_NAMED = 3  # refusals, where nothing has joined
@@ -335,6 +359,67 @@ class RemoteTransport:
         if self._carriers is not None:
             self._carriers.close()
         self._poll.close()
+        close_launcher(self._launcher)
+
+
+def remote_transport(
+    options: RemoteOptions,
+    own: WorkerOptions,
+    num_workers: int,
+    launcher: Launcher,
+    *,
+    secret: bytes,
+    address: str,
+    carriers: Callable[[tuple[str, int]], Carriers] | None = None,
+    advice: str = "",
+) -> RemoteTransport:
+    """Listen, and start groups as workers are asked for.
+
+    Args:
+        options: of the backend.
+        own: of the collector.
+        num_workers: of it.
+        launcher: starts the groups; closed with the transport.
+        secret: that whoever joins must know.
+        address: ``"HOST:PORT"`` to listen at.
+        carriers: see :class:`RemoteTransport`.
+        advice: what to do where it cannot be listened at.
+
+    Raises:
+        OSError: the address cannot be listened at.
+    """
+    try:
+        made = RemoteTransport(
+            num_workers,
+            options.num_workers_per_collector,
+            launcher,
+            secret=secret,
+            address=parse_address("address", address),
+            host_timeout=options.host_timeout,
+            start_timeout=own.start_timeout,
+            step_timeout=own.env_step_timeout,
+            num_threads=own.num_sub_threads,
+            carriers=carriers,
+        )
+    except BaseException as error:
+        close_launcher(launcher)
+        if not isinstance(error, OSError):
+            raise
+        why = f"backend_options['address']: cannot listen at {address}: {error.strerror}{advice}"
+        raise OSError(error.errno, why) from error
+    if getattr(options, "launcher", None) == "join":
+        host, port = made.address
+        shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        count = -(-num_workers // options.num_workers_per_collector)
+        _log.warning("waits for %d hosts to join: run `rollwright join %s:%d` on each", count, shown, port)
+    return made
+
+
+def close_launcher(launcher: Launcher) -> None:
+    """Close a launcher, where it has something to close."""
+    close = getattr(launcher, "close", None)
+    if close is not None:
+        close()
 
 
 def _called(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
