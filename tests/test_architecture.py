@@ -27,7 +27,7 @@ LAYERS = """
     rollwright.policies
     rollwright.envs
     rollwright.collectors.core rollwright.collectors.options rollwright.collectors.delivery_options\
-        rollwright.collectors.arguments rollwright.collectors.attribute_paths rollwright.collectors.profiling
+        rollwright.collectors.arguments rollwright.collectors.arguments rollwright.collectors.profiling
     rollwright.collectors.rollout
     rollwright.collectors.delivery
     rollwright.collectors.weights

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 from tensordict import TensorDictBase
 
 from rollwright._processes.forks import on_fork
-from rollwright.collectors.arguments import WorkerStats
-from rollwright.collectors.attribute_paths import Reachable, resolve
+from rollwright.collectors.arguments import Reachable, WorkerStats, resolve
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile, ProfileConfig
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook

@@ -12,8 +12,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rollwright._options import with_options
-from rollwright.collectors.arguments import WorkerStats, check_worker_stats
-from rollwright.collectors.attribute_paths import resolve
+from rollwright.collectors.arguments import WorkerStats, check_worker_stats, resolve
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.delivery.base import split
@@ -232,9 +231,9 @@ class Collector(BaseCollector):
 
         Batches; or, with a replay buffer, None for each rollout that was written there.
         """
-        delivery, turns = self._delivery, self._background.turns
+        delivery, lock = self._delivery, self._background.step_lock
         while True:
-            with turns.taken():
+            with lock.taken():
                 self._background.check_idle("iteration")
                 if not delivery.ready():
                     delivery.ended()
@@ -259,7 +258,7 @@ class Collector(BaseCollector):
         Raises:
             RuntimeError: the collector was shut down.
         """
-        with self._background.turns.taken():
+        with self._background.step_lock.taken():
             self._background.check_idle("rollout")
             try:
                 return self._rollout.run()
@@ -267,7 +266,7 @@ class Collector(BaseCollector):
                 self._delivery.missed()
 
     def fake_tensordict(self) -> TensorDictBase:
-        """See :meth:`BaseCollector.fake_tensordict`."""
+        """A batch of zeros with entries, shapes, dtypes and names of those that are delivered; nothing is stepped."""
         with self._background.between_batches():
             return self._delivery.blank()
 
@@ -365,7 +364,7 @@ class Collector(BaseCollector):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> Any:
-        """See :meth:`BaseCollector.map_fn`.
+        """Call a method of the collector, once for each set of arguments.
 
         Raises:
             RuntimeError: inside :meth:`pause`, for what would end the current batch.

@@ -21,8 +21,7 @@ from rollwright._options import names_of, with_options
 from rollwright._processes.channel import ByValue
 from rollwright._processes.files import file_limit_named
 from rollwright._processes.forks import on_fork, rest_if_ending
-from rollwright.collectors.arguments import WorkerStats, checked_seed, checked_state
-from rollwright.collectors.attribute_paths import resolve
+from rollwright.collectors.arguments import WorkerStats, checked_seed, checked_state, resolve
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.queues import QueueBacklog

@@ -312,5 +312,5 @@ class ConversationOptions(CollectorOptions):
 
     @property
     def stores_rows(self) -> bool:
-        """See :attr:`CollectorOptions.stores_rows`."""
+        """Whether an element of a replay buffer is the part of a batch that one environment took."""
         return self.replay_buffer is not None and not self.flatten_data and not self.delivers_whole

@@ -356,7 +356,7 @@ class LocalWeights(CollectorWeights):
 
     @property
     def version(self) -> int:
-        """See :class:`CollectorWeights`."""
+        """Number of updates so far."""
         return self._background.version
 
     def apply(
@@ -367,7 +367,7 @@ class LocalWeights(CollectorWeights):
         model_id: str | None = None,
         worker_ids: Any = None,
     ) -> int:
-        """See :class:`CollectorWeights`.
+        """Apply an update, without asking the updater; returns its version.
 
         Raises:
             RuntimeError: a thread collects, nothing was given, and there is no module in the policy to read again.
@@ -404,12 +404,12 @@ class LocalWeights(CollectorWeights):
         return prepare(self._collector.get_model(name), new, name)
 
     def count_update(self) -> int:
-        """See :class:`CollectorWeights`."""
+        """Count an update that the user has made; returns the new version."""
         return self._background.publish({})
 
     @contextmanager
     def receiving(self) -> Iterator[HasModels]:
-        """See :class:`CollectorWeights`."""
+        """What schemes write into; inside the ``with`` block, no model of this process acts in another thread."""
         with self._background.pause():
             yield WeightTargets(self._collector, self._rollout.acting, self._worker_idx())
 
@@ -418,5 +418,5 @@ class LocalWeights(CollectorWeights):
         return self.version if self.version > before else self.count_update()
 
     def received(self, models: Sequence[str]) -> None:
-        """See :class:`CollectorWeights`."""
+        """Schemes have brought new weights for models."""
         self._background.publish({})

@@ -77,11 +77,11 @@ class PairCarrier:
     # For the line -------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """See :class:`Carrier`."""
+        """Ready to be read when something was sent or received, or has failed; until :meth:`read`."""
         return self._bell
 
     def read(self) -> None:
-        """See :class:`Carrier`."""
+        """Take note of what was sent and received."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         if self._failure is not None and (self._group is None or self.is_receiving or self.num_bytes_unsent):
@@ -89,29 +89,29 @@ class PairCarrier:
 
     @property
     def is_connected(self) -> bool:
-        """See :class:`Carrier`."""
+        """Whether the other end is reached."""
         return self._group is not None
 
     def send(self, pieces: Sequence[memoryview]) -> None:
-        """See :class:`Carrier`."""
+        """Send memory, which must not change before :attr:`num_bytes_unsent` is 0."""
         self._add(self._out, pieces)
 
     @property
     def num_bytes_unsent(self) -> int:
-        """See :class:`Carrier`."""
+        """What was to be sent, and is not sent yet."""
         return self._out.num_bytes
 
     def receive(self, pieces: Sequence[memoryview]) -> None:
-        """See :class:`Carrier`."""
+        """Write what the other end sends next into this memory."""
         self._add(self._in, pieces)
 
     @property
     def is_receiving(self) -> bool:
-        """See :class:`Carrier`."""
+        """Whether something was to be received, and is not there yet."""
         return self._in.num_bytes > 0
 
     def divert(self, is_meant: Callable[[int], bool]) -> None:
-        """See :class:`Carrier`."""
+        """Write pieces of what is being received elsewhere, as far as they are to come: their memory is taken away."""
         until = time.monotonic() + _DIVERT_S
         with self._changed:
             self._in.waiting = deque(
@@ -127,7 +127,7 @@ class PairCarrier:
             self._abort()
 
     def close(self) -> None:
-        """See :class:`Carrier`."""
+        """Give up what is to be sent and received: no memory is written or read any more. May be called again."""
         with self._changed:
             if self._closed:
                 return

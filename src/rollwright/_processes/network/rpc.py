@@ -71,11 +71,11 @@ class RpcCarrier:
     # For the line -------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """See :class:`Carrier`."""
+        """Ready to be read when something was sent or received, or has failed; until :meth:`read`."""
         return self._bell
 
     def read(self) -> None:
-        """See :class:`Carrier`."""
+        """Take note of what was sent and received."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         if self._failure is not None and (self._rpc is None or self._unsent or self._missing):
@@ -83,11 +83,11 @@ class RpcCarrier:
 
     @property
     def is_connected(self) -> bool:
-        """See :class:`Carrier`."""
+        """Whether the other end is reached."""
         return self._rpc is not None
 
     def send(self, pieces: Sequence[memoryview]) -> None:
-        """See :class:`Carrier`."""
+        """Send memory, which must not change before :attr:`num_bytes_unsent` is 0."""
         for piece in pieces:
             memory = piece.cast("B")
             for at in range(0, len(memory), _CHUNK):
@@ -118,11 +118,11 @@ class RpcCarrier:
 
     @property
     def num_bytes_unsent(self) -> int:
-        """See :class:`Carrier`."""
+        """What was to be sent, and is not sent yet."""
         return self._unsent
 
     def receive(self, pieces: Sequence[memoryview]) -> None:
-        """See :class:`Carrier`."""
+        """Write what the other end sends next into this memory."""
         for index, piece in enumerate(pieces):
             memory = piece.cast("B")
             for at in range(0, len(memory), _CHUNK):
@@ -160,17 +160,17 @@ class RpcCarrier:
 
     @property
     def is_receiving(self) -> bool:
-        """See :class:`Carrier`."""
+        """Whether something was to be received, and is not there yet."""
         return self._missing > 0
 
     def divert(self, is_meant: Callable[[int], bool]) -> None:
-        """See :class:`Carrier`."""
+        """Write pieces of what is being received elsewhere, as far as they are to come: their memory is taken away."""
         with self._lock:
             pairs = zip(self._places, self._pieces, strict=True)
             self._places = deque(place if place is _DONE or not is_meant(index) else None for place, index in pairs)
 
     def close(self) -> None:
-        """See :class:`Carrier`."""
+        """Give up what is to be sent and received: no memory is written or read any more. May be called again."""
         with self._lock:
             if self._closed:
                 return

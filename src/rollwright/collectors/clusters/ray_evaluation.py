@@ -17,7 +17,7 @@ from rollwright._processes.network.sources import with_sources
 from rollwright._processes.pickling import dumps
 from rollwright._tensors import as_tensor
 from rollwright.collectors.evaluation.arguments import copy_of
-from rollwright.collectors.evaluation.statistics import prepare_weights
+from rollwright.collectors.evaluation.results import prepare_weights
 from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.utils import ExplorationType, set_exploration_type
 from rollwright.weight_update.policy_weights import weights_of

@@ -10,8 +10,7 @@ from typing import Any
 from rollwright._warnings import warn_user
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.base import RolloutDelivery
-from rollwright.collectors.delivery.thread import CollectorThread, paused_error
-from rollwright.collectors.delivery.turns import WAIT_S, Turns
+from rollwright.collectors.delivery.thread import WAIT_S, CollectorThread, StepLock, paused_error
 from rollwright.collectors.delivery_options import add_filler, buffer_of
 from rollwright.collectors.rollout.rollout import Rollout
 
@@ -25,13 +24,13 @@ class Background:
 
     Attributes:
         thread: the last one that was started and has not ended by :meth:`end`.
-        turns: of threads that use the collector without that one.
+        step_lock: for threads that use the collector without that one.
     """
 
     def __init__(self, rollout: Rollout, delivery: RolloutDelivery) -> None:
         self._rollout, self._delivery = rollout, delivery
         self.thread: CollectorThread | None = None
-        self.turns = Turns(rollout)
+        self.step_lock = StepLock(rollout)
         self._leave_limiter: Callable[[], None] | None = None  # takes this collector from those that the limiter asks
         self._interrupted = rollout.interrupted  # of the rollout without a thread
         self._mapper: int | None = None  # thread that is inside map_fn()
@@ -73,7 +72,7 @@ class Background:
             timer=rollout.timer,
             exploration_type=rollout.options.exploration_type,
         )
-        self.turns.between_steps(lambda: self._come_by(thread))
+        self.step_lock.between_steps(lambda: self._come_by(thread))
         self._delivery.in_background = True
         self._join_limiter()
         add_filler(buffer_of(rollout.options), self._raise_to_watchers)
@@ -143,13 +142,13 @@ class Background:
         """
         thread = self.thread
         if thread is None:
-            return self.turns.taken(WAIT_S)
+            return self.step_lock.taken(WAIT_S)
         if not thread.inside:
             thread.raise_error()
             if self._mapper == threading.get_ident() and thread.rests_in_a_batch:
                 raise paused_error("map_fn: the method")
             if not thread.running:
-                return self.turns.taken(WAIT_S)
+                return self.step_lock.taken(WAIT_S)
         return thread.resting(between_batches=True)
 
     @contextmanager
@@ -202,7 +201,7 @@ class Background:
         version = thread.publish(updates) if thread is not None and thread.running else None
         if version is not None:
             return version
-        return self.turns.between_steps(lambda: self._apply(updates))
+        return self.step_lock.between_steps(lambda: self._apply(updates))
 
     def _apply(self, updates: Mapping[str, Callable[[], None]]) -> int:
         for apply in updates.values():

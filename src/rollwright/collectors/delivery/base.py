@@ -1,4 +1,4 @@
-"""RolloutDelivery: the base class of deliveries of one rollout."""
+"""RolloutDelivery: delivers what one rollout collects; here each batch as it is, or whole trajectories."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collecti
 from rollwright._keys import NestedKey, is_private, key_str
 from rollwright._warnings import warn_user
 from rollwright.collectors.core import Delivery, never
-from rollwright.collectors.delivery.assembler import Trajectory, TrajectoryAssembler
-from rollwright.collectors.delivery.grouping import GroupAssembler, group_sizes
-from rollwright.collectors.delivery.rows import RowRange, as_trajectories
+from rollwright.collectors.delivery.assembler import GroupAssembler, Trajectory, TrajectoryAssembler, group_sizes
+from rollwright.collectors.delivery.rows import RowRange, as_trajectories, common_keys, concatenate, pad
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.rollout import Rollout
@@ -87,20 +86,20 @@ class RolloutDelivery(Delivery):
         self._delivered_trajectories = self._warned_of_end = False
 
     def ready(self) -> bool:
-        """See :class:`~rollwright.collectors.core.Delivery`."""
+        """Whether there is something to deliver; it may take rollouts to know."""
         self.rollout.look_ahead()
         return not self.rollout.completed
 
     def has_room(self) -> bool:
-        """See :class:`~rollwright.collectors.core.Delivery`."""
+        """Whether the next rollout may begin now."""
         return True
 
     def await_room(self, stop: Callable[[], bool] = never) -> None:
-        """See :class:`~rollwright.collectors.core.Delivery`."""
+        """Wait until it may."""
 
     @abstractmethod
     def next(self) -> TensorDictBase | None:
-        """See :class:`~rollwright.collectors.core.Delivery`."""
+        """What is yielded next; only after :meth:`ready`."""
 
     def blank(self) -> TensorDictBase:
         """A batch of zeros like those that are delivered; of whole trajectories, one for each environment."""
@@ -117,7 +116,7 @@ class RolloutDelivery(Delivery):
         return self.rollout.counts.batches
 
     def length(self) -> int:
-        """See :attr:`num_batches`.
+        """How many batches will be yielded; None where that is not known.
 
         Raises:
             RuntimeError: there is no end.
@@ -321,3 +320,70 @@ class RolloutDelivery(Delivery):
         if new:
             self._left_out |= new
             warn_user(f"{self.rollout.owner} leaves out {key_str(new)}: {why}.", UserWarning)
+
+
+class Batches(RolloutDelivery):
+    """Yields each rollout."""
+
+    def next(self) -> TensorDictBase | None:
+        """What is yielded next; only after :meth:`ready`."""
+        with self._collected() as batch:
+            found = self._hand_out(batch)
+            self.rollout.cursor.delivered()
+            return found
+
+
+class TrajectoryBatches(RolloutDelivery):
+    """Yields a number of complete trajectories at a time, in the order in which they ended."""
+
+    assembler: TrajectoryAssembler
+    num_batches = None
+
+    @property
+    def _count(self) -> int:
+        return self.rollout.options.groups_per_batch or self.rollout.options.trajs_per_batch or 1
+
+    def ready(self) -> bool:
+        """Whether there is something to deliver; it may take rollouts to know."""
+        while self.assembler.num_complete < self._count:
+            if self.rollout.completed:
+                return False
+            self.collect_trajectories()
+        return True
+
+    def next(self) -> TensorDictBase | None:
+        """What is yielded next; only after :meth:`ready`."""
+        popped = self.assembler.pop(self._count)
+        try:
+            found = [self.pieces_of(trajectory) for trajectory in popped]
+            pieces = [piece for trajectory in found for piece in trajectory]
+            self._warn_of_left_out(common_keys(pieces)[1], "not every frame of these trajectories has them")
+            padded = self.rollout.options.traj_format == "padded"
+            batch = self._hand_out(pad(found) if padded else copied(pieces))
+        except BaseException:
+            self.give_back(popped)
+            raise
+        self._delivered_trajectories = True
+        self.rollout.cursor.delivered(trajectory.id for trajectory in popped)
+        return batch
+
+    def next_of_rollout(self) -> list[TensorDictBase]:
+        """The trajectories (or groups) that are complete after one more rollout, each ``[length]``."""
+        self.collect_trajectories()
+        handed, popped = [], []
+        try:
+            while self.assembler.num_complete:
+                found = self.assembler.pop(1)  # of groups: all of one
+                popped += found
+                handed.append(self._hand_out(copied([piece for each in found for piece in self.pieces_of(each)])))
+        except BaseException:
+            self.give_back(popped)
+            raise
+        self.rollout.cursor.delivered(trajectory.id for trajectory in popped)
+        return handed
+
+
+def copied(pieces: Sequence[RowRange]) -> TensorDictBase:
+    """The rows of pieces one after another, in memory of their own; ragged ones are views, which nobody overwrites."""
+    joined = concatenate(pieces)
+    return joined if len(pieces) > 1 or isinstance(joined, LazyStackedTensorDict) else joined.clone()

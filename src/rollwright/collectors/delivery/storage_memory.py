@@ -137,7 +137,7 @@ class StorageMemory(MemoryPool):
                 self._windows[key] = window.unflatten(0, (*env, steps)) if flat else window.movedim(0, len(env))
 
     def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> EntryMemory:
-        """See :class:`~rollwright._memory.pool.MemoryPool`."""
+        """Memory that nothing reads, allocated where there is none; slabs of another shape or dtype are dropped."""
         window = self._windows.get(place)  # type: ignore[call-overload]
         return EntryMemory.over(window) if window is not None else super().take(place, shape, dtype)
 

@@ -12,8 +12,7 @@ from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright._warnings import warn_user
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
-from rollwright.collectors.delivery.base import RolloutDelivery, split, turns_taken
-from rollwright.collectors.delivery.batches import Batches, TrajectoryBatches, copied
+from rollwright.collectors.delivery.base import Batches, RolloutDelivery, TrajectoryBatches, copied, split, turns_taken
 from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.collectors.delivery.rows import RowRange, common_keys
 from rollwright.collectors.delivery.storage_memory import StorageMemory
@@ -109,7 +108,7 @@ class Stored(RolloutDelivery):
             )
 
     def stats(self) -> dict[str, Any]:
-        """See :meth:`RolloutDelivery.stats`."""
+        """What ``stats()`` of a collector reports on its rollout and its delivery."""
         limits = {} if self._limiter is None else {"limiter": self._limiter.stats()}
         stats = {**super().stats(), "write_count": write_count_of(self._buffer), **limits}
         stats["waiting_for"] = stats["waiting_for"] or getattr(self._buffer, "waiting_for", None)
@@ -119,11 +118,11 @@ class Stored(RolloutDelivery):
         return stats
 
     def has_room(self) -> bool:
-        """See :class:`~rollwright.collectors.core.Delivery`."""
+        """Whether the next rollout may begin now."""
         return self._limiter is None or self._limiter.may_insert(self.rollout.counts.frames)
 
     def await_room(self, stop: Callable[[], bool] = never) -> None:
-        """See :class:`~rollwright.collectors.core.Delivery`."""
+        """Wait until it may."""
         if self._limiter is None or self.has_room():
             return
         frames = self.rollout.counts.frames
@@ -140,7 +139,7 @@ class Stored(RolloutDelivery):
         return self._buffer.rest if isinstance(self._buffer, QueueWriter) else []
 
     def ready(self) -> bool:
-        """See :class:`~rollwright.collectors.core.Delivery`."""
+        """Whether there is something to deliver; it may take rollouts to know."""
         return bool(self._rest) or super().ready()
 
     def _put_rest(self) -> bool:
@@ -168,7 +167,7 @@ class Stored(RolloutDelivery):
         return {"of_trajectories": held, "rest": [td_state(row) for row in self._rest]}, unsaved
 
     def load_held(self, held: Mapping[str, Any] | None, *args: Any, **kwargs: Any) -> None:
-        """See :meth:`RolloutDelivery.load_held`."""
+        """Go on with frames that were saved."""
         rest: list[Any] = []
         if held is not None and "rest" in held:
             rest, held = [td_from(td) for td in placed(held["rest"])], held["of_trajectories"]
@@ -209,7 +208,7 @@ class StoredBatches(Stored):
             )
 
     def next(self) -> TensorDictBase | None:
-        """See :class:`~rollwright.collectors.core.Delivery`."""
+        """What is yielded next; only after :meth:`ready`."""
         if self._put_rest():
             return None
         rollout, memory = self.rollout, self._memory
@@ -229,7 +228,7 @@ class StoredBatches(Stored):
 
     @property
     def how(self) -> dict[str, str]:
-        """See :attr:`RolloutDelivery.how`."""
+        """What is done with rollouts, by part, for ``stats()["paths"]``."""
         return {"buffer": self._memory.how}
 
 
@@ -242,7 +241,7 @@ class StoredFrames(Stored):
         rollout.write_frames_to(self._add if self._alone else self._extend)
 
     def next(self) -> TensorDictBase | None:
-        """See :class:`~rollwright.collectors.core.Delivery`."""
+        """What is yielded next; only after :meth:`ready`."""
         with self._collected() as batch:
             self._count_batch(batch)
             self.rollout.cursor.delivered()
@@ -250,7 +249,7 @@ class StoredFrames(Stored):
 
     @property
     def how(self) -> dict[str, str]:
-        """See :attr:`RolloutDelivery.how`."""
+        """What is done with rollouts, by part, for ``stats()["paths"]``."""
         return {"buffer": f"{'add' if self._alone else 'extend'} after every step: extend_buffer=False"}
 
 
@@ -265,11 +264,11 @@ class StoredTrajectories(Stored):
         self._at_once = rollout.options.trajs_per_write or 1
 
     def ready(self) -> bool:
-        """See :class:`~rollwright.collectors.core.Delivery`."""
+        """Whether there is something to deliver; it may take rollouts to know."""
         return bool(self.assembler.num_complete) or super().ready()
 
     def next(self) -> TensorDictBase | None:
-        """See :class:`~rollwright.collectors.core.Delivery`."""
+        """What is yielded next; only after :meth:`ready`."""
         if self._put_rest():
             return None
         if not self.rollout.completed:  # else what a failed delivery has left
@@ -313,7 +312,7 @@ class StoredTrajectories(Stored):
 
     @property
     def how(self) -> dict[str, str]:
-        """See :attr:`RolloutDelivery.how`."""
+        """What is done with rollouts, by part, for ``stats()["paths"]``."""
         copies = "extend_pieces" if self._by_pieces else "extend"
         what = "trajectory: trajs_per_batch" if self.rollout.options.groups_per_batch is None else "group"
         return {"buffer": f"{copies} with each complete {what}"}

@@ -16,8 +16,15 @@ from torch import nn
 from rollwright._keys import NestedKey, as_tuple, key_str
 from rollwright._memory import Segment
 from rollwright.collectors.collector import Collector
-from rollwright.collectors.evaluation.results import EpisodeResults, as_number, padded_episodes
-from rollwright.collectors.evaluation.statistics import FrozenBuffers, check_statistics, freeze, prepare_weights
+from rollwright.collectors.evaluation.results import (
+    EpisodeResults,
+    FrozenBuffers,
+    as_number,
+    check_statistics,
+    freeze,
+    padded_episodes,
+    prepare_weights,
+)
 from rollwright.collectors.rollout.policy_copies import never_copied_in
 from rollwright.data.layout import end_of_trajectory
 from rollwright.envs.base import EnvBase

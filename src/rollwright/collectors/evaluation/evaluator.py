@@ -25,9 +25,15 @@ from rollwright.collectors.evaluation.arguments import (
     reward_key_of,
     weights_of,
 )
-from rollwright.collectors.evaluation.backends import Backend, ProcessBackend, ProcessStart, ThreadBackend
+from rollwright.collectors.evaluation.backends import (
+    Backend,
+    Evaluation,
+    EvaluationQueue,
+    ProcessBackend,
+    ProcessStart,
+    ThreadBackend,
+)
 from rollwright.collectors.evaluation.episodes import EvaluationProgress, EvaluationRequest, Settings
-from rollwright.collectors.evaluation.queue import Evaluation, EvaluationQueue
 from rollwright.collectors.evaluation.results import with_item
 from rollwright.collectors.options import CollectorOptions
 from rollwright.envs.base import EnvBase

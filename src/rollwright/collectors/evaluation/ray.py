@@ -175,7 +175,7 @@ class RayBackend(Backend):
             raise self._lost() from None
 
     def run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
-        """See :class:`Backend`."""
+        """Evaluate."""
         self._post(request)
         begun()
         answer: dict[str, Any] = self._answer("a step of its environment", self._step_timeout_s)
@@ -230,12 +230,12 @@ class RayBackend(Backend):
         )
 
     def ended(self) -> WorkerError | None:
-        """See :class:`Backend`."""
+        """Why no evaluation can run any more; None: it can."""
         how = self._host.how_it_ended()
         return None if how is None else WorkerError(f"{_NAME} (pid {self.pid}) {how}. Make a new Evaluator to go on.")
 
     def close(self, until: Callable[[], float]) -> str:
-        """See :class:`Backend`."""
+        """End by a time (``time.monotonic()``), which may change meanwhile; returns how, see :meth:`Child.end`."""
         self._socket.close()
         if self._line is not None:
             self._line.close()

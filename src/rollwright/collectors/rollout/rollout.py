@@ -15,8 +15,7 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey, is_private, key_str, leaf_keys
 from rollwright._memory import MemoryPool
 from rollwright._warnings import warn_user
-from rollwright.collectors.arguments import checked_seed
-from rollwright.collectors.attribute_paths import resolve
+from rollwright.collectors.arguments import checked_seed, resolve
 from rollwright.collectors.core import DataCursor, Path, RolloutObserver, Stage, TrajectoryIds, UnfitOutputs
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import named_range

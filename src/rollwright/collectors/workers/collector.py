@@ -14,10 +14,10 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright._processes.channel import ByValue
-from rollwright.collectors.attribute_paths import Reachable, resolve
+from rollwright.collectors.arguments import Reachable, resolve
 from rollwright.collectors.core import TrajectoryIds
 from rollwright.collectors.delivery.background import Background
-from rollwright.collectors.delivery.batches import TrajectoryBatches
+from rollwright.collectors.delivery.base import TrajectoryBatches
 from rollwright.collectors.delivery.saved_state import SavedState
 from rollwright.collectors.delivery.storage_memory import batch_memory
 from rollwright.collectors.delivery.stored import choose_delivery

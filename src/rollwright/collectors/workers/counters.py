@@ -353,11 +353,11 @@ class WorkerObserver:
         self.version = self._counters.counts[Count.VERSION] = version
 
     def enter(self, stage: Stage) -> None:
-        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+        """A stage begins."""
         self._counters.state = _STATES[stage]
 
     def accepts(self, frames: int) -> bool:
-        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+        """A batch of ``frames`` frames was taken; if it is refused, it is dropped and another one is taken."""
         published = self._counters.counts[Count.PUBLISHED]
         if self._limit is None or published - self.oldest <= self._limit or self._stopping():
             return True
@@ -367,11 +367,11 @@ class WorkerObserver:
         return False
 
     def warn(self, text: str) -> None:
-        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+        """Something that the user should know, in the middle of a rollout."""
         self.notes.append((UserWarning, text))
 
     def publishes(self, cursor: DataCursor, ids: Iterable[int] | None = None) -> None:
-        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+        """Trajectories are about to be published in a replay buffer."""
         if self._publications is not None:
             self._publications.begin(cursor, ids)
 

@@ -308,7 +308,7 @@ class WorkerGroup:
     # What workers send ------------------------------------------------------------------------
 
     def _received(self, index: int, message: Any) -> Answer | None:
-        """See :class:`~rollwright._processes.pool.Pool`."""
+        """Take in a message; what is returned is the answer to a call."""
         worker, listener = self.workers[index], self.listener
         match message:
             case messages.Collected() if message.run not in worker.runs:
@@ -363,7 +363,7 @@ class WorkerGroup:
     # Failures ---------------------------------------------------------------------------------
 
     def _lost(self, index: int, loss: ExitReason) -> None:
-        """See :class:`~rollwright._processes.pool.Pool`."""
+        """The process of a worker is gone."""
         worker = self.workers[index]
         if loss.failure is not None:
             error = loss.failure.error(worker.name, worker.index)

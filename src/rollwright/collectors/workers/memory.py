@@ -137,7 +137,7 @@ class BlockMemory(MemoryPool):
         self._offset, self.windows, self._loan = offset if known else None, {}, None
 
     def reserve(self, fields: Mapping[NestedKey, Any], env: tuple[int, ...], steps: int) -> None:
-        """See :class:`~rollwright._memory.pool.MemoryPool`."""
+        """Prepare for a batch, before the first :meth:`take` of it."""
         if self._loan is not None or any(field.device.type != "cpu" for field in fields.values()):
             return  # a second block in one rollout, of another form: it travels as a whole
         form = BatchForm(tuple((key, tuple(f.shape), f.dtype) for key, f in fields.items()), tuple(env), steps)
@@ -155,7 +155,7 @@ class BlockMemory(MemoryPool):
         self.windows = layout.part_of(self._loan.borrow(), part)
 
     def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> EntryMemory:
-        """See :class:`~rollwright._memory.pool.MemoryPool`."""
+        """Memory that nothing reads, allocated where there is none; slabs of another shape or dtype are dropped."""
         window = self.windows.get(place)  # type: ignore[call-overload]
         if window is None:
             return super().take(place, shape, dtype)

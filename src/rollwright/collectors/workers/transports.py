@@ -193,7 +193,7 @@ class LocalTransport:
         """There is nothing."""
 
     def connect(self, spec: WorkerSpec) -> Child:
-        """See :class:`~rollwright.collectors.workers.transports.Transport`."""
+        """Start a worker, and return the connection to it."""
         try:
             return Child(
                 serve,

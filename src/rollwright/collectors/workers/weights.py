@@ -66,7 +66,7 @@ class WorkersWeights(CollectorWeights):
 
     @property
     def version(self) -> int:
-        """See :class:`CollectorWeights`."""
+        """Number of updates so far."""
         return self._version
 
     def check_schemes(self, schemes: Mapping[str, WeightSyncScheme]) -> None:
@@ -122,16 +122,16 @@ class WorkersWeights(CollectorWeights):
         return self._publish(updates)
 
     def count_update(self) -> int:
-        """See :class:`CollectorWeights`."""
+        """Count an update that the user has made; returns the new version."""
         return self._publish([Update(None, {})])
 
     @contextmanager
     def receiving(self) -> Iterator[HasModels]:
-        """See :class:`CollectorWeights`."""
+        """What schemes write into; inside the ``with`` block, no model of this process acts in another thread."""
         yield self._relay
 
     def received(self, models: Sequence[str]) -> None:
-        """See :class:`CollectorWeights`."""
+        """Schemes have brought new weights for models."""
         brought = {model_id: self._relay.weights(model_id) for model_id in models}
         brought = {model_id: weights for model_id, weights in brought.items() if weights is not None}
         if brought:

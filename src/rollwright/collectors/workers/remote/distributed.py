@@ -77,7 +77,7 @@ class PairOffer:
     min_bytes: int
 
     def open(self, hosts: tuple[str, str]) -> PairCarrier:
-        """See :class:`CarrierOffer`."""
+        """Connect the other end; nothing waits."""
         own, collector = hosts
         return self.carrier(1, own, collector)
 
@@ -126,7 +126,7 @@ class Pairs:
         self._open: list[PairCarrier] = []
 
     def open(self, group: int, hosts: tuple[str, str]) -> tuple[PairCarrier, PairOffer]:
-        """See :class:`~rollwright._processes.network.carrier.Carriers`."""
+        """A carrier to a group that has joined, and what that needs for its own."""
         name = f"{group}/{next(_serials)}/{secrets.token_hex(16)}"
         offer = PairOffer(**{**vars(self._offer), "name": name})
         carrier = offer.carrier(0, hosts[0], hosts[0])
@@ -134,7 +134,7 @@ class Pairs:
         return carrier, offer
 
     def close(self) -> None:
-        """See :class:`~rollwright._processes.network.carrier.Carriers`."""
+        """End what is beside the carriers, which are closed."""
         self._store = None  # whoever still connects gets an error
         until = time.monotonic() + _CLOSE_S
         for carrier in self._open:

@@ -250,7 +250,7 @@ class RemoteGroup:
     # From the workers ---------------------------------------------------------------------------------
 
     def _relay(self, worker: int, message: Any) -> Answer | None:
-        """See :class:`~rollwright._processes.pool.Pool`."""
+        """Pass on a message of a worker, with what it refers to."""
         found = self._places[worker].take(message)
         pieces, serial = [_piece(each) for each in found.values()], self._serials[worker]
         frame = frames.FromWorker(serial, message, time.monotonic(), self._snapshot(worker), tuple(found))
@@ -262,7 +262,7 @@ class RemoteGroup:
         return None
 
     def _lost(self, worker: int, loss: ExitReason) -> None:
-        """See :class:`~rollwright._processes.pool.Pool`."""
+        """The process of a worker is gone."""
         self._ended(worker, self._serials[worker], loss.how, loss.failure)
 
     def _ended(self, worker: int, serial: int, how: str, failure: Any) -> None:

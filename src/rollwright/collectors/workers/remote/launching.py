@@ -148,7 +148,7 @@ class TorchrunLauncher:
         self._launched: set[int] = set()
 
     def launch(self, group: int, address: tuple[str, int], secret: bytes) -> GoneHost | None:
-        """See :class:`Launcher`."""
+        """Start the process of a group, which joins the collector at an address."""
         if group in self._launched:
             return GoneHost(f"was rank {group + 1} of torchrun, which starts no other rank by itself")
         self._store.set(f"{_KEY}/{group + 1}", f"{address[0]} {address[1]}")
@@ -233,7 +233,7 @@ class SubmititLauncher:
         return executor
 
     def launch(self, group: int, address: tuple[str, int], secret: bytes) -> _Job:
-        """See :class:`~rollwright.collectors.workers.remote.transport.Launcher`."""
+        """Start the process of a group, which joins the collector at an address."""
         return _Job(self._submit, address, secret, group)
 
     def _submit(self, address: tuple[str, int], secret: bytes, group: int) -> Any:
@@ -284,11 +284,11 @@ class _Job:
                 job.cancel()
 
     def how_it_ended(self) -> str | None:
-        """See :class:`~rollwright.collectors.workers.remote.transport.Host`."""
+        """A phrase; None: it runs, as far as is known. To be asked now and then: it does not wait."""
         return self._ended
 
     def end(self, timeout_s: float) -> None:
-        """See :class:`~rollwright.collectors.workers.remote.transport.Host`."""
+        """Make it end, if it has not ended by itself within a while."""
         self._stop.set()
         self._over.wait(timeout_s + _CANCEL_S)
         self._thread.join(1.0)

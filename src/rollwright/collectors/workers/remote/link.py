@@ -151,7 +151,7 @@ class RemoteWorker:
         return False
 
     def flush(self) -> None:
-        """See :attr:`behind`."""
+        """The link sends what there was no room for."""
 
     def take(self) -> Any:
         """The next message."""

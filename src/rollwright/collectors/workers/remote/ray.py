@@ -123,7 +123,7 @@ class RayLauncher:
         self._hosts: dict[int, _RayHost] = {}
 
     def launch(self, group: int, address: tuple[str, int], secret: bytes) -> _RayHost:
-        """See :class:`Launcher`."""
+        """Start the process of a group, which joins the collector at an address."""
         host, port = address
         reached = (self._session.node_ip if host in _ANY else host, port)
         before = self._hosts.get(group)
@@ -170,11 +170,11 @@ class _RayHost:
         self._over.set()
 
     def how_it_ended(self) -> str | None:
-        """See :class:`Host`."""
+        """A phrase; None: it runs, as far as is known. To be asked now and then: it does not wait."""
         return self._how
 
     def end(self, timeout_s: float) -> None:
-        """See :class:`Host`."""
+        """Make it end, if it has not ended by itself within a while."""
         self._wanted = False
         self._over.wait(timeout_s)
         self.kill()

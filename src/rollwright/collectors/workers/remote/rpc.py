@@ -108,7 +108,7 @@ class Member:
     options: Mapping[str, Any]
 
     def open(self, hosts: tuple[str, str]) -> RpcCarrier:
-        """See :class:`CarrierOffer`."""
+        """Connect the other end; nothing waits."""
         own, collector = hosts
         carrier = self.carrier(self.learner, leave=_leave)
         rank, name = self.group + 1, name_of(self.group)
@@ -157,7 +157,7 @@ class Members:
         self._thread: threading.Thread | None = None
 
     def open(self, group: int, hosts: tuple[str, str]) -> tuple[RpcCarrier, Member]:
-        """See :class:`~rollwright._processes.network.carrier.Carriers`."""
+        """A carrier to a group that has joined, and what that needs for its own."""
         if self._thread is None:
             enter = partial(self._own.enter, 0, self._own.learner, hosts[0], hosts[0])
             args = (enter, self._carriers)
@@ -166,7 +166,7 @@ class Members:
         return self._carriers[group], self._of_group[group]
 
     def close(self) -> None:
-        """See :class:`~rollwright._processes.network.carrier.Carriers`."""
+        """End what is beside the carriers, which are closed."""
         for carrier in self._carriers:
             carrier.close()
         self._store = None
@@ -194,7 +194,7 @@ class OnceLauncher:
         self.inner, self._launched = launcher, set[int]()
 
     def launch(self, group: int, address: tuple[str, int], secret: bytes) -> Host | None:
-        """See :class:`Launcher`."""
+        """Start the process of a group, which joins the collector at an address."""
         if group in self._launched:
             return GoneHost(_GONE.format(name=name_of(group)))
         self._launched.add(group)

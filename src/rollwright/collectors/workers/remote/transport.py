@@ -98,7 +98,7 @@ class LocalLauncher:
     """Starts groups in processes of this machine that share nothing with the collector."""
 
     def launch(self, group: int, address: tuple[str, int], secret: bytes) -> Host:
-        """See :class:`Launcher`."""
+        """Start the process of a group, which joins the collector at an address."""
         return _LocalHost(Child(_join, address, secret, group, name=f"rollwright-host-{group}"))
 
 
@@ -106,7 +106,7 @@ class Manual:
     """Leaves it to the user to start groups: ``rollwright join HOST:PORT``."""
 
     def launch(self, group: int, address: tuple[str, int], secret: bytes) -> None:
-        """See :class:`Launcher`."""
+        """Start the process of a group, which joins the collector at an address."""
 
 
 class _LocalHost:
@@ -216,11 +216,11 @@ class RemoteTransport:
     # Waiting ------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """See :class:`Transport`."""
+        """A file descriptor to wait for until :meth:`read` has something to do; -1: there is none."""
         return -1 if self._poll.closed else self._poll.fileno()
 
     def read(self) -> None:
-        """See :class:`Transport`."""
+        """Take in what has arrived for several workers, and send what there is room for."""
         self._reader.program_reads()
         self._take_in()
 
@@ -232,13 +232,13 @@ class RemoteTransport:
             self._listener.read()  # those who say nothing
 
     def push(self) -> None:
-        """See :class:`Transport`."""
+        """Send what was posted to workers, as far as there is room; whoever has posted, or waits, sees to it."""
         with uninterrupted, self._lock:
             for link in self._links.values():
                 link.push()
 
     def tend(self) -> None:
-        """See :class:`Transport`."""
+        """Look after what needs no message, such as a silence; to be called now and then."""
         with self._lock:
             self._tend()
 
@@ -265,7 +265,7 @@ class RemoteTransport:
     # Workers ------------------------------------------------------------------------------------------
 
     def connect(self, spec: WorkerSpec) -> Connection:
-        """See :class:`Transport`."""
+        """Start a worker, and return the connection to it."""
         group = spec.index // self._per_group
         with self._lock:
             link = self._links.get(group)
@@ -293,7 +293,7 @@ class RemoteTransport:
         return link
 
     def published(self) -> None:
-        """See :class:`Transport`."""
+        """Weights were published in the memory that specs name."""
         copies: Copies = {}
         for link in self._links.values():
             with contextlib.suppress(ChannelClosed):
@@ -344,7 +344,7 @@ class RemoteTransport:
     # The end ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """See :class:`Transport`."""
+        """End what is beside the workers, which have ended."""
         self._reader.stop()
         for link in self._links.values():
             link.close()

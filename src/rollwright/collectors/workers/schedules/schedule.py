@@ -311,7 +311,7 @@ class Schedule:
     # What workers send -------------------------------------------------------------------------
 
     def collected(self, worker: WorkerHandle, found: messages.Collected, block: Block | None) -> None:
-        """See :class:`~rollwright.collectors.workers.handles.Listener`."""
+        """Take in a rollout, and the block that it was asked to lie in."""
         self.rollouts.num_messages += 1
         self.rollouts.frames += found.frames
         self.frames_stale += found.dropped_frames
@@ -324,15 +324,15 @@ class Schedule:
         self.strategy.add(Result(worker.index, worker.num_collected, found, block, part, rest, device))
 
     def needs(self, worker: WorkerHandle, request: messages.MemoryRequest) -> messages.MemoryGrant:
-        """See :class:`~rollwright.collectors.workers.handles.Listener`."""
+        """Give memory for a rollout; what this raises is raised in the worker."""
         return self.strategy.grant(worker, request)
 
     def failed(self, worker: WorkerHandle, error: WorkerError) -> None:
-        """See :class:`~rollwright.collectors.workers.handles.Listener`."""
+        """Take in an error to be raised."""
         self.errors.append(error)
 
     def lost(self, worker: WorkerHandle) -> None:
-        """See :class:`~rollwright.collectors.workers.handles.Listener`."""
+        """A worker is gone, and with it what it was asked for; another may be started in its place."""
         self.strategy.lost(worker)
 
     # State ------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ class FirstCome(Strategy):
         self._arrivals: deque[Result] = deque()
 
     def ready(self) -> bool:
-        """See :class:`Strategy`."""
+        """:meth:`ask`; whether the rollouts of the next batch have arrived."""
         self.ask()
         if self._arrivals and self._staleness.waits:  # the one that began first is the next
             first = min(self._arrivals, key=lambda result: result.found.run)
@@ -248,11 +248,11 @@ class FirstCome(Strategy):
         return self.has_next()
 
     def has_next(self) -> bool:
-        """See :class:`Strategy`."""
+        """Whether they are there now."""
         return bool(self._arrivals)
 
     def is_hopeless(self) -> bool:
-        """See :class:`Strategy`."""
+        """Whether they cannot arrive any more."""
         return self._rollouts.is_short and not self._rollouts.num_in_progress
 
     def ask(self) -> None:
@@ -280,40 +280,40 @@ class FirstCome(Strategy):
                     rollouts.ask(worker, None if layout is None else rollouts.store.take(layout))
 
     def next_rollouts(self) -> list[Result]:
-        """See :class:`Strategy`."""
+        """The rollouts of the next batch."""
         return [self._arrivals[0]]
 
     def remove(self, results: Collection[Result]) -> None:
-        """See :class:`Strategy`."""
+        """These rollouts are delivered or dropped."""
         self._arrivals = deque(result for result in self._arrivals if result not in results)
 
     def delivered(self) -> None:
-        """See :class:`Strategy`: the worker goes on while the consumer has the batch."""
+        """A batch was delivered: the worker goes on while the consumer has it."""
         if not self._staleness.waits:
             self.ask()
 
     def add(self, result: Result) -> None:
-        """See :class:`Strategy`."""
+        """A rollout has arrived."""
         self._layouts.setdefault(result.worker, None)
         self._arrivals.append(result)
 
     def waiting(self) -> list[Result]:
-        """See :class:`Strategy`."""
+        """All that have arrived and were not removed."""
         return list(self._arrivals)
 
     def combine(self, results: Sequence[Result]) -> Any:
-        """See :class:`Strategy`."""
+        """The batch of some rollouts."""
         [result] = results
         return batch_of(result)
 
     def grant(self, worker: WorkerHandle, request: messages.MemoryRequest) -> messages.MemoryGrant:
-        """See :class:`Strategy`."""
+        """Memory for a rollout that needs it."""
         grant = self._rollouts.grant_alone(worker, request)
         self._layouts[worker.index] = grant.layout
         return grant
 
     def lost(self, worker: WorkerHandle) -> None:
-        """See :class:`Strategy`."""
+        """A worker is gone, and with it what it was asked for."""
         self._layouts.pop(worker.index, None)
 
 
@@ -340,7 +340,7 @@ class Gather(Strategy):
         self._interrupted = False
 
     def ready(self) -> bool:
-        """See :class:`Strategy`."""
+        """:meth:`ask`; whether the rollouts of the next batch have arrived."""
         self.ask()
         if self._least <= len(self._results) < len(self._taking_part()) and not self._interrupted:
             self._interrupted = True
@@ -349,7 +349,7 @@ class Gather(Strategy):
         return self.has_next()
 
     def has_next(self) -> bool:
-        """See :class:`Strategy`."""
+        """Whether they are there now."""
         return bool(self._results) and all(worker.index in self._results for worker in self._taking_part())
 
     def _taking_part(self) -> list[WorkerHandle]:
@@ -357,7 +357,7 @@ class Gather(Strategy):
         return [w for w in self._workers if w.index not in self._rollouts.over or w.index in self._results]
 
     def is_hopeless(self) -> bool:
-        """See :class:`Strategy`."""
+        """Whether they cannot arrive any more."""
         return self._rollouts.is_short
 
     def ask(self) -> None:
@@ -376,32 +376,32 @@ class Gather(Strategy):
                 rollouts.ask(worker, self._block if worker.index in self._fitting else None)
 
     def next_rollouts(self) -> list[Result]:
-        """See :class:`Strategy`."""
+        """The rollouts of the next batch."""
         return [self._results[worker.index] for worker in self._taking_part()]
 
     def remove(self, results: Collection[Result]) -> None:
-        """See :class:`Strategy`."""
+        """These rollouts are delivered or dropped."""
         self._results = {index: result for index, result in self._results.items() if result not in results}
         if not self._results:
             self._block, self._interrupted = None, False
 
     def add(self, result: Result) -> None:
-        """See :class:`Strategy`."""
+        """A rollout has arrived."""
         self._results[result.worker] = result
 
     def waiting(self) -> list[Result]:
-        """See :class:`Strategy`."""
+        """All that have arrived and were not removed."""
         return list(self._results.values())
 
     def combine(self, results: Sequence[Result]) -> TensorDictBase:
-        """See :class:`Strategy`."""
+        """The batch of some rollouts."""
         batch = joined(results, self._join)
         if self._least < len(results):
             mark_taken(batch)
         return batch
 
     def grant(self, worker: WorkerHandle, request: messages.MemoryRequest) -> messages.MemoryGrant:
-        """See :class:`Strategy`."""
+        """Memory for a rollout that needs it."""
         layout = BlockLayout(BatchForm(request.form.fields, request.form.env, 0), self._steps, self._join)
         if not self._can_join(worker, request.form):
             return self._rollouts.grant_alone(worker, request)
@@ -415,7 +415,7 @@ class Gather(Strategy):
         return self._rollouts.grant(worker, request, layout, self._block, worker.index)
 
     def part_of(self, worker: WorkerHandle, block: Block | None) -> int:
-        """See :class:`Strategy`."""
+        """Which part of a block is a worker's."""
         return 0 if block is None or block.layout.join == "alone" else worker.index
 
     def _can_join(self, worker: WorkerHandle, form: BatchForm) -> bool:
@@ -426,7 +426,7 @@ class Gather(Strategy):
         return alike and form.env == env and form.steps == self._steps[worker.index] and (same or by_time)
 
     def lost(self, worker: WorkerHandle) -> None:
-        """See :class:`Strategy`."""
+        """A worker is gone, and with it what it was asked for."""
         self._fitting.discard(worker.index)
 
 

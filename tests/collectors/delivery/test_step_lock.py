@@ -14,7 +14,7 @@ from tests.collectors.workers.processes import wait_until
 from torch import nn
 
 from rollwright import Collector, GymEnv
-from rollwright.collectors.delivery import turns
+from rollwright.collectors.delivery import thread as delivery_thread
 
 SIZE = 20_000
 
@@ -158,7 +158,7 @@ def test_a_hook_that_waits_for_who_publishes_holds_nobody_up():
 
 
 def test_a_step_that_does_not_end_is_an_error_for_who_waits(monkeypatch):
-    monkeypatch.setattr(turns, "WAIT_S", 0.1)
+    monkeypatch.setattr(delivery_thread, "WAIT_S", 0.1)
     begun, go_on = threading.Event(), threading.Event()
 
     def stuck(obs):
@@ -188,7 +188,7 @@ def test_a_step_that_does_not_end_is_an_error_for_who_waits(monkeypatch):
 
 def test_an_interrupt_in_one_call_of_another_thread_loses_no_other():
     collector, found = Collector(lambda: GymEnv("Pendulum-v1"), acting(), frames_per_batch=2), []
-    asked = collector._background.turns
+    asked = collector._background.step_lock
     calls = [lambda: found.append("first"), lambda: (_ for _ in ()).throw(KeyboardInterrupt), lambda: found.append(3)]
     rollout = collector._rollout
     with rollout.stepping:  # as in the middle of a batch
