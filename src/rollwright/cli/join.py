@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rollwright._processes.network.addresses import SECRET, checked_secret, parse_address, secret_of
+from rollwright._processes.network.handshake import SECRET, checked_secret, parse_address, secret_of
 from rollwright.cli.errors import Failure
 from rollwright.collectors.workers.remote.group import join
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollwright._processes.network.addresses import SECRET, secret_of
+from rollwright._processes.network.handshake import SECRET, secret_of
 from rollwright.cli.errors import Failure
 from rollwright.cli.join import run
 from rollwright.cli.parser import build_parser

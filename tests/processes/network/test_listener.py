@@ -13,8 +13,7 @@ import time
 import pytest
 
 from rollwright._processes.network import handshake
-from rollwright._processes.network.handshake import HandshakeRefused, connect_to
-from rollwright._processes.network.listener import _MOST_PENDING, Listener
+from rollwright._processes.network.handshake import _MOST_PENDING, HandshakeRefused, Listener, connect_to
 
 SECRET = b"only the two of us know this"
 LIMIT_S = 60.0

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from tests.patience import patient
 
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.network.carrier import CarrierFailed
-from rollwright._processes.network.line import Line
-from rollwright._processes.network.pair import PairCarrier
+from rollwright._processes.network.carriers import PairCarrier
+from rollwright._processes.network.line import CarrierFailed, Line
 
 LARGE = 20_000_000  # bytes; several chunks
 
@@ -274,7 +273,7 @@ import os, sys, time
 from functools import partial
 import torch.distributed as dist
 from tests.processes.network.test_pair import gloo
-from rollwright._processes.network.pair import PairCarrier
+from rollwright._processes.network.carriers import PairCarrier
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False)
 carrier = PairCarrier(partial(gloo, store, "pair", 1), 1)
 carrier.receive([memoryview(bytearray(100))])

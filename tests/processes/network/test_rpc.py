@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollwright._processes.network.carrier import CarrierFailed
-from rollwright._processes.network.rpc import RpcCarrier
+from rollwright._processes.network.carriers import RpcCarrier
+from rollwright._processes.network.line import CarrierFailed
 
 
 @pytest.fixture

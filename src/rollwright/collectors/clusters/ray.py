@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from rollwright._options import with_options
-from rollwright._processes.network.ray_sessions import leave_connected
+from rollwright._processes.network.ray import leave_connected
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.clusters.groups import GroupOptions, grouped
 from rollwright.collectors.collector import Collector

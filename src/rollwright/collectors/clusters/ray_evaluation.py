@@ -10,9 +10,7 @@ import torch
 
 from rollwright._keys import NestedKey, as_tuple
 from rollwright._processes.channel import ByValue
-from rollwright._processes.network.ray_actors import ObjectActor
-from rollwright._processes.network.ray_resources import check_cluster, check_remote_config
-from rollwright._processes.network.ray_sessions import RaySession
+from rollwright._processes.network.ray import ObjectActor, RaySession, check_cluster, check_remote_config
 from rollwright._processes.network.sources import with_sources
 from rollwright._processes.pickling import dumps
 from rollwright._tensors import as_tensor

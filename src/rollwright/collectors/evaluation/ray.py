@@ -18,11 +18,9 @@ import torch
 from rollwright._options import names_of, refuse_unknown
 from rollwright._processes.channel import ByValue, ChannelClosed
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.network.addresses import parse_address
-from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake, connect_to
+from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake, connect_to, parse_address
 from rollwright._processes.network.line import Line, MessageForged
-from rollwright._processes.network.ray_resources import check_cluster, configs_of
-from rollwright._processes.network.ray_sessions import RaySession
+from rollwright._processes.network.ray import RaySession, check_cluster, configs_of
 from rollwright._processes.network.sources import with_sources
 from rollwright._processes.pickling import dumps
 from rollwright.collectors.evaluation.backends import Backend, EvaluationFailed, ProcessStart

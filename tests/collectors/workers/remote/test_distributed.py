@@ -32,8 +32,8 @@ from tests.patience import patient
 from tests.variants import in_turn
 
 from rollwright import Collector
-from rollwright._processes.network.addresses import SECRET
-from rollwright._processes.network.pair import PairCarrier
+from rollwright._processes.network.carriers import PairCarrier
+from rollwright._processes.network.handshake import SECRET
 from rollwright.collectors.workers.remote import link
 from rollwright.collectors.workers.remote.launching import SubmititLauncher
 from rollwright.errors import WorkerError

@@ -36,7 +36,7 @@ from tests.collectors.workers.processes import alive, descendants, gone, heard, 
 from tests.patience import patient
 
 from rollwright import Collector
-from rollwright._processes.network.addresses import SECRET
+from rollwright._processes.network.handshake import SECRET
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.options import WorkerOptions, delivery_device, options_of_workers
 from rollwright.collectors.workers.remote.frames import FrameLine

@@ -14,7 +14,7 @@ from tests.collectors.workers.processes import wait_until
 from tests.patience import patient
 from tests.variants import in_turn
 
-from rollwright._processes.network.addresses import SECRET
+from rollwright._processes.network.handshake import SECRET
 
 PROGRAM = """
 import sys, threading, time

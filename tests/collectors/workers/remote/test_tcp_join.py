@@ -13,8 +13,7 @@ from tests.collectors.workers.envs import VERSION, gain, makers
 from tests.collectors.workers.processes import gone, wait_until
 from tests.patience import patient
 
-from rollwright._processes.network.addresses import SECRET
-from rollwright._processes.network.handshake import HandshakeRefused, connect_to
+from rollwright._processes.network.handshake import SECRET, HandshakeRefused, connect_to
 from rollwright.collectors.workers.remote.transport import Manual, RemoteTransport
 from rollwright.errors import WorkerError
 

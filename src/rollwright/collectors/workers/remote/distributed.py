@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 
 from rollwright._options import Check
-from rollwright._processes.network.pair import PairCarrier
+from rollwright._processes.network.carriers import PairCarrier
 from rollwright.collectors.workers.remote.launching import LaunchOptions, launched_transport, listening_store
 from rollwright.collectors.workers.remote.transport import RemoteTransport
 
@@ -100,7 +100,7 @@ class PairOffer:
 
 
 class Pairs:
-    """Makes pairs over one store of the collector; see :class:`~rollwright._processes.network.carrier.Carriers`.
+    """Makes pairs over one store of the collector; see :class:`~rollwright._processes.network.line.Carriers`.
 
     Args:
         address: of the collector's machine, where the store listens; the port is not used.

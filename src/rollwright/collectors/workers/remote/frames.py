@@ -9,8 +9,7 @@ import torch
 
 from rollwright._memory import Segment
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.network.carrier import CarrierOffer
-from rollwright._processes.network.line import Line, Pieces
+from rollwright._processes.network.line import CarrierOffer, Line, Pieces
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.memory import BlockLayout
 

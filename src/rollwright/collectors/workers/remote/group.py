@@ -23,9 +23,8 @@ from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.connection import ExitReason
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.network.carrier import CarrierFailed
 from rollwright._processes.network.handshake import RefusedForNow, connect_to
-from rollwright._processes.network.line import Line, MessageForged
+from rollwright._processes.network.line import CarrierFailed, Line, MessageForged
 from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.counters import Count, WorkerCounters

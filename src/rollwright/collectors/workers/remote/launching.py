@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from rollwright._options import Check, whole
-from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, secret_of
-from rollwright._processes.network.carrier import Carriers
+from rollwright._processes.network.handshake import SECRET, checked_address, checked_secret, secret_of
+from rollwright._processes.network.line import Carriers
 from rollwright.collectors.workers.remote.group import join
 from rollwright.collectors.workers.remote.transport import (
     GoneHost,

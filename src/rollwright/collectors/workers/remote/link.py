@@ -19,8 +19,7 @@ import torch
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.connection import NOTHING
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.network.carrier import CarrierFailed
-from rollwright._processes.network.line import Line, MessageForged, Pieces
+from rollwright._processes.network.line import CarrierFailed, Line, MessageForged, Pieces
 from rollwright._processes.network.sources import with_sources
 from rollwright._processes.pickling import dumps
 from rollwright.collectors.workers import messages

@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rollwright._options import Check, whole
-from rollwright._processes.network.addresses import parse_address
-from rollwright._processes.network.ray_actors import ProcessActor
-from rollwright._processes.network.ray_resources import asked_text, check_cluster, check_remote_config, configs_of
-from rollwright._processes.network.ray_sessions import RaySession, check_ray_init_config
+from rollwright._processes.network.handshake import parse_address
+from rollwright._processes.network.ray import (
+    ProcessActor,
+    RaySession,
+    asked_text,
+    check_cluster,
+    check_ray_init_config,
+    check_remote_config,
+    configs_of,
+)
 from rollwright.collectors.workers.remote.group import join
 from rollwright.collectors.workers.remote.transport import RemoteOptions, RemoteTransport, remote_transport
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rollwright._options import Check, refuse_unknown
-from rollwright._processes.network.rpc import RpcCarrier
+from rollwright._processes.network.carriers import RpcCarrier
 from rollwright._warnings import warn_user
 from rollwright.collectors.workers.remote.launching import (
     LaunchOptions,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rollwright._options import Check
-from rollwright._processes.network.addresses import SECRET, checked_address, checked_secret, secret_of
+from rollwright._processes.network.handshake import SECRET, checked_address, checked_secret, secret_of
 from rollwright.collectors.workers.remote.transport import (
     LocalLauncher,
     Manual,

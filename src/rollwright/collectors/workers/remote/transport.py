@@ -21,10 +21,8 @@ from rollwright._processes.child import Child
 from rollwright._processes.connection import Connection, end_all
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.forks import on_fork
-from rollwright._processes.network.addresses import parse_address
-from rollwright._processes.network.carrier import Carriers
-from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake
-from rollwright._processes.network.listener import Listener
+from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake, Listener, parse_address
+from rollwright._processes.network.line import Carriers
 from rollwright._processes.network.reader import BackgroundReader
 from rollwright.collectors.workers.remote import frames
 from rollwright.collectors.workers.remote.group import join

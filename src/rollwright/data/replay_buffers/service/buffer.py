@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rollwright._processes.network.addresses import parse_address, secret_of
+from rollwright._processes.network.handshake import parse_address, secret_of
 from rollwright._processes.pickling import dumps
 from rollwright.data.replay_buffers._arguments import check_given
 from rollwright.data.replay_buffers.buffer import ReplayBuffer

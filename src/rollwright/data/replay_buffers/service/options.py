@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rollwright._options import Check, check_fields, names_of, refuse_unknown, seconds, whole
-from rollwright._processes.network.addresses import checked_address, checked_secret, secret_of
+from rollwright._processes.network.handshake import checked_address, checked_secret, secret_of
 from rollwright.data.replay_buffers.service.serving.dumps import DUMP_FILE
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from rollwright._options import Check, with_options
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.network.ray_resources import check_cluster, check_remote_config
-from rollwright._processes.network.ray_sessions import RaySession, check_ray_init_config
+from rollwright._processes.network.ray import RaySession, check_cluster, check_ray_init_config, check_remote_config
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.service.buffer import ServiceReplayBuffer
 from rollwright.data.replay_buffers.service.messages import Ready

@@ -11,9 +11,8 @@ from typing import Any
 
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.network.handshake import IncomingHandshake
+from rollwright._processes.network.handshake import IncomingHandshake, Listener
 from rollwright._processes.network.line import Line, MessageForged
-from rollwright._processes.network.listener import Listener
 from rollwright.data.replay_buffers.service.messages import Beat, Counts, Request, WriterName
 from rollwright.data.replay_buffers.service.packing import memory_for
 from rollwright.data.replay_buffers.service.serving.keeper import Answer, Keeper
