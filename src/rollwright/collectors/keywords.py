@@ -66,16 +66,9 @@ class CollectorKeywords(CommonKeywords, total=False):
     sync: Literal[True] | None
 
 
-class WorkerKeywords(CommonKeywords, total=False):
-    """Options of ``Collector`` with ``num_collectors`` or ``backend``."""
+class ProcessKeywords(TypedDict, total=False):
+    """Options of all that have workers."""
 
-    frames_per_batch: int | Sequence[int]
-    policy_factory: Callable[[], Any] | Sequence[Callable[[], Any] | None] | None
-    device: Device | Sequence[Device | None] | None
-    policy_device: Device | Sequence[Device | None] | None
-    env_device: Device | Sequence[Device | None] | None
-    storing_device: Device | Sequence[Device | None] | None
-    create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
     cat_results: Literal["stack"] | int | None
     preemptive_threshold: float | None
     num_threads: int | None
@@ -95,6 +88,18 @@ class WorkerKeywords(CommonKeywords, total=False):
     backend_options: Mapping[str, Any] | None
 
 
+class WorkerKeywords(CommonKeywords, ProcessKeywords, total=False):
+    """Options of ``Collector`` with ``num_collectors`` or ``backend``."""
+
+    frames_per_batch: int | Sequence[int]
+    policy_factory: Callable[[], Any] | Sequence[Callable[[], Any] | None] | None
+    device: Device | Sequence[Device | None] | None
+    policy_device: Device | Sequence[Device | None] | None
+    env_device: Device | Sequence[Device | None] | None
+    storing_device: Device | Sequence[Device | None] | None
+    create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
+
+
 class MultiKeywords(WorkerKeywords, total=False):
     """Options of ``MultiCollector``."""
 
@@ -102,7 +107,7 @@ class MultiKeywords(WorkerKeywords, total=False):
     sync: bool | None
 
 
-class LLMKeywords(TypedDict, total=False):
+class LLMKeywords(ProcessKeywords, total=False):
     """Options of ``LLMCollector``."""
 
     policy_factory: Callable[[], Any] | Sequence[Callable[[], Any] | None] | None
@@ -133,23 +138,6 @@ class LLMKeywords(TypedDict, total=False):
     num_collectors: int | None
     backend: Backend | None
     sync: bool | None
-    cat_results: Literal["stack"] | int | None
-    preemptive_threshold: float | None
-    num_threads: int | None
-    num_sub_threads: int | None
-    update_at_each_batch: bool
-    start_method: Literal["forkserver", "spawn", "fork"] | None
-    init_fn: Callable[[], Any] | None
-    on_worker_failure: Literal["raise", "restart"]
-    max_restarts: int
-    restart_delay: float
-    start_timeout: float
-    env_step_timeout: float | None
-    max_policy_lag: int | None
-    policy_lag: Literal["wait", "drop"]
-    max_batches_held: int
-    shutdown_timeout: float
-    backend_options: Mapping[str, Any] | None
 
 
 class EvaluatorKeywords(TypedDict, total=False):

@@ -10,12 +10,12 @@ from typing import Any
 from rollwright._warnings import warn_user
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.base import RolloutDelivery
-from rollwright.collectors.delivery.thread import WAIT_S, CollectorThread, StepLock, paused_error
-from rollwright.collectors.delivery_options import add_filler, buffer_of
+from rollwright.collectors.delivery.thread import WAIT_S, BufferFiller, CollectorThread, StepLock, paused_error
+from rollwright.collectors.delivery_options import buffer_of
 from rollwright.collectors.rollout.rollout import Rollout
 
 
-class Background:
+class Background(BufferFiller):
     """Fills a replay buffer in a thread.
 
     Args:
@@ -23,22 +23,20 @@ class Background:
         delivery: writes.
 
     Attributes:
-        thread: the last one that was started and has not ended by :meth:`end`.
         step_lock: for threads that use the collector without that one.
     """
 
+    thread: CollectorThread | None = None
+
     def __init__(self, rollout: Rollout, delivery: RolloutDelivery) -> None:
+        options = rollout.options
+        buffer = None if options.replay_buffer is None else buffer_of(options)
+        super().__init__(buffer, rollout.owner, "a thread")
         self._rollout, self._delivery = rollout, delivery
-        self.thread: CollectorThread | None = None
         self.step_lock = StepLock(rollout)
         self._leave_limiter: Callable[[], None] | None = None  # takes this collector from those that the limiter asks
         self._interrupted = rollout.interrupted  # of the rollout without a thread
         self._mapper: int | None = None  # thread that is inside map_fn()
-
-    @property
-    def running(self) -> bool:
-        """Whether a thread collects."""
-        return self.thread is not None and self.thread.running
 
     def start(self) -> None:
         """Start the thread.
@@ -48,14 +46,7 @@ class Background:
             TypeError: the policy cannot be copied.
         """
         rollout = self._rollout
-        self.raise_error()
-        if rollout.options.replay_buffer is None:
-            raise RuntimeError(
-                "start: this collector has no replay buffer, and nobody would get what the thread collects. Pass "
-                "replay_buffer= to it, or iterate over it."
-            )
-        if self.running:
-            raise RuntimeError("start: this collector runs already. Call async_shutdown() to end it.")
+        self.check_start()
         if rollout.act_with_copy():
             warn_user(
                 "start: the policy is a function around a module, or uses one that cannot be copied with it; the "
@@ -75,8 +66,7 @@ class Background:
         self.step_lock.between_steps(lambda: self._come_by(thread))
         self._delivery.in_background = True
         self._join_limiter()
-        add_filler(buffer_of(rollout.options), self._raise_to_watchers)
-        thread.start()
+        self.begin(thread)
 
     def _come_by(self, thread: CollectorThread) -> None:
         self._interrupted, self._rollout.interrupted = self._rollout.interrupted, thread.checkpoint
@@ -104,7 +94,7 @@ class Background:
 
     def _join_limiter(self) -> None:
         """Let those who wait for samples know how the thread ends."""
-        limiter = getattr(buffer_of(self._rollout.options), "insert_limiter", None)
+        limiter = getattr(self._buffer, "insert_limiter", None)
         if limiter is not None:
             self._part_from_limiter()
             self._leave_limiter = limiter.add_inserter(self._inserts)
@@ -159,28 +149,6 @@ class Background:
             yield
         finally:
             self._mapper = before
-
-    def check_idle(self, what: str) -> None:
-        """Raise where a thread collects, and this is not it."""
-        thread = self.thread
-        if thread is None or thread.inside:
-            return
-        thread.raise_error()
-        if thread.running:
-            raise RuntimeError(
-                f"{what}: a thread collects for this collector, since start(). Sample from its replay buffer; call "
-                "async_shutdown() to end the thread."
-            )
-
-    def _raise_to_watchers(self) -> None:
-        """For who only looks at the buffer."""
-        if self.thread is not None and not self.thread.inside and self.thread.error_text() is not None:
-            self.raise_error()
-
-    def raise_error(self) -> None:
-        """Raise, once, what went wrong in the thread."""
-        if self.thread is not None:
-            self.thread.raise_error()
 
     # Weights ----------------------------------------------------------------------------------
 

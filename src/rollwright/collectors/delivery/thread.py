@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Literal, TypeVar
 
 from rollwright._processes.threads import DaemonThread
+from rollwright.collectors.delivery_options import add_filler
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.stats import StageTimer
 from rollwright.envs.utils import ExplorationType, set_exploration_type
@@ -203,10 +204,7 @@ class CollectorThread(DaemonThread):
                 pass
 
     def _finish(self) -> None:
-        if (error := self.error_text()) is not None:  # who looks at neither may see it here
-            _log.error(
-                "collection in the background ended. The next call of the collector, or of its buffer, raises %s", error
-            )
+        log_end(self)
         self._ended()
         self._apply_updates()
 
@@ -353,6 +351,79 @@ def _stage(frame: FrameType) -> str | None:
     code = frame.f_code
     of_a_path = code.co_qualname.split(".")[0] in ("GroupedPath", "ArrayPath", "PlainPath")
     return _STAGES.get(code.co_name) if of_a_path else None
+
+
+def log_end(thread: DaemonThread) -> None:
+    """Log what has ended the work of a thread: who looks at neither the collector nor its buffer may see it there."""
+    if (error := thread.error_text()) is not None:
+        _log.error(
+            "collection in the background ended. The next call of the collector, or of its buffer, raises %s", error
+        )
+
+
+class BufferFiller:
+    """Fills a replay buffer in a thread: what is the same whether one rollout collects, or workers do.
+
+    Args:
+        buffer: that is written; None: there is none.
+        owner: name of the collector's class.
+        who: what collects, for messages.
+
+    Attributes:
+        thread: the last one that was started and has not been ended.
+    """
+
+    thread: DaemonThread | None = None
+    _takes_all = False  # whether somebody else takes what is collected
+    _dropped = False
+
+    def __init__(self, buffer: Any, owner: str, who: str) -> None:
+        self._buffer, self._owner, self._who = buffer, owner, who
+
+    @property
+    def running(self) -> bool:
+        """Whether a thread collects."""
+        return self.thread is not None and self.thread.running
+
+    def check_start(self) -> None:
+        """Test that a thread can be started.
+
+        Raises:
+            RuntimeError: there is no replay buffer, or one runs already.
+        """
+        self.raise_error()
+        if self._buffer is None and not self._takes_all:
+            raise RuntimeError(
+                f"start: this collector has no replay buffer, and nobody would get what {self._who} would collect. "
+                "Pass replay_buffer= to it, or iterate over it."
+            )
+        if self.running:
+            raise RuntimeError("start: this collector runs already. Call async_shutdown() to end it.")
+
+    def begin(self, thread: DaemonThread) -> None:
+        """Start a thread, of whose errors the buffer learns, too."""
+        self.thread = thread
+        add_filler(self._buffer, self._raise_to_watchers)
+        thread.start()
+
+    def raise_error(self) -> None:
+        """Raise, once, what went wrong in the thread."""
+        if self.thread is not None and not self.thread.inside:
+            self.thread.raise_error()
+
+    def _raise_to_watchers(self) -> None:
+        """For who only looks at the buffer."""
+        if not self._dropped and self.thread is not None and self.thread.error_text() is not None:
+            self.raise_error()
+
+    def check_idle(self, what: str) -> None:
+        """Raise where a thread collects, and this is not it."""
+        self.raise_error()
+        if self.thread is not None and self.running and not self.thread.inside:
+            raise RuntimeError(
+                f"{what}: {self._who} of this collector fills its replay buffer, since start(). Sample from that; call "
+                "async_shutdown() to end it."
+            )
 
 
 def paused_error(what: str) -> RuntimeError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import Any
 
 from rollwright._processes.threads import DaemonThread
 from rollwright.collectors.core import never
-from rollwright.collectors.delivery_options import add_filler
+from rollwright.collectors.delivery.thread import BufferFiller, log_end
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.schedules.schedule import Schedule
 
@@ -102,9 +101,6 @@ class WorkerCalls:
             self._pausers.remove(here)
 
 
-_log = logging.getLogger("rollwright")
-
-
 class _Thread(DaemonThread):
     """Calls ``deliver`` again and again; it takes a condition to stop."""
 
@@ -117,14 +113,11 @@ class _Thread(DaemonThread):
             pass
 
     def _finish(self) -> None:
-        error = self.error_text()
-        if error is not None and not self.stopping:  # who looks at neither may see it here
-            _log.error(
-                "collection in the background ended. The next call of the collector, or of its buffer, raises %s", error
-            )
+        if not self.stopping:
+            log_end(self)
 
 
-class WorkersBackground:
+class WorkersBackground(BufferFiller):
     """A thread that asks workers for rollouts, and the limiter of the replay buffer that they write.
 
     Args:
@@ -148,11 +141,10 @@ class WorkersBackground:
         before_batch: Callable[[], None],
         deliver: Callable[[Callable[[], bool]], bool] | None = None,
     ) -> None:
-        self._group, self._schedule, self._buffer = group, schedule, buffer
-        self._frames, self._owner, self._before_batch = frames, owner, before_batch
-        self._into_queue = deliver
-        self._thread: _Thread | None = None
-        self._dropped = False  # see drop_error
+        super().__init__(buffer, owner, "the group of workers")
+        self._group, self._schedule = group, schedule
+        self._frames, self._before_batch = frames, before_batch
+        self._into_queue, self._takes_all = deliver, deliver is not None
         self._leave_limiter: tuple[Callable[[], None], ...] = ()
         self._limiter = limiter = getattr(buffer, "insert_limiter", None)
         if limiter is not None:
@@ -160,28 +152,14 @@ class WorkersBackground:
             schedule.rollouts.limiter = limiter
             self._leave_limiter = (limiter.on_change(group.wake), limiter.add_inserter(self._inserts))
 
-    @property
-    def running(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread is not None and self._thread.running
-
     def start(self) -> None:
         """Start the thread.
 
         Raises:
             RuntimeError: there is no replay buffer, or it runs already.
         """
-        self.raise_error()
-        if self._buffer is None and self._into_queue is None:
-            raise RuntimeError(
-                "start: this collector has no replay buffer, and nobody would get what the workers collect. Pass "
-                "replay_buffer= to it, or iterate over it."
-            )
-        if self.running:
-            raise RuntimeError("start: this collector runs already. Call async_shutdown() to end it.")
-        self._thread = _Thread(self._deliver_one)
-        add_filler(self._buffer, self._raise_to_watchers)
-        self._thread.start()
+        self.check_start()
+        self.begin(_Thread(self._deliver_one))
 
     def _deliver_one(self, stop: Callable[[], bool]) -> bool:
         schedule = self._schedule
@@ -219,25 +197,6 @@ class WorkersBackground:
             return f"{self._owner} is not running; it has collected {self._schedule.frames:,} frames"
         return f"the workers of {self._owner}: {self._group.doing()}"
 
-    def raise_error(self) -> None:
-        """Raise, once, what went wrong in the thread."""
-        if self._thread is not None and not self._thread.inside:
-            self._thread.raise_error()
-
-    def _raise_to_watchers(self) -> None:
-        """For who only looks at the buffer."""
-        if not self._dropped and self._thread is not None and self._thread.error_text() is not None:
-            self.raise_error()
-
-    def check_idle(self, what: str) -> None:
-        """Raise where the thread runs, and this is not it."""
-        self.raise_error()
-        if self._thread is not None and self.running and not self._thread.inside:
-            raise RuntimeError(
-                f"{what}: the workers collect for the replay buffer, since start(). Sample from it; call "
-                "async_shutdown() to end that."
-            )
-
     def leave_limiter(self) -> None:
         """Who samples need not wait for these workers."""
         for leave in self._leave_limiter:
@@ -245,14 +204,14 @@ class WorkersBackground:
 
     def stop(self, timeout_s: float) -> None:
         """Ask the thread to end, and wait for that."""
-        if self._thread is not None:
-            self._thread.stop(timeout_s)
+        if self.thread is not None:
+            self.thread.stop(timeout_s)
             self._group.wake()
 
     def raise_at_end(self) -> None:
         """Raise what went wrong in the thread, also in the thread itself."""
-        if self._thread is not None:
-            self._thread.raise_error()
+        if self.thread is not None:
+            self.thread.raise_error()
 
     def drop_error(self) -> None:
         """Nobody is to hear of what went wrong in the thread, neither the collector's user nor the buffer's."""
@@ -260,8 +219,6 @@ class WorkersBackground:
 
     def stats(self) -> dict[str, Any]:
         """What ``stats()`` of a collector reports on it."""
-        return (
-            {}
-            if self._thread is None
-            else {"background": {"running": self.running, "error": self._thread.error_text()}}
-        )
+        if self.thread is None:
+            return {}
+        return {"background": {"running": self.running, "error": self.thread.error_text()}}
