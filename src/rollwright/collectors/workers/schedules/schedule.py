@@ -190,7 +190,7 @@ class Schedule:
 
     def _more(self) -> bool:
         """Whether anything is still to come."""
-        return bool(self.strategy.waiting()) or (self.rollouts.frames < self.rollouts.total_frames and not self.is_over)
+        return bool(self.strategy.results) or (self.rollouts.frames < self.rollouts.total_frames and not self.is_over)
 
     @property
     def is_over(self) -> bool:
@@ -382,12 +382,12 @@ class Schedule:
 
     def _undelivered(self) -> list[Result]:
         """Rollouts that have arrived, those included of which a batch was made."""
-        return [result for pending in self._pending for result in pending.results] + self.strategy.waiting()
+        return [result for pending in self._pending for result in pending.results] + self.strategy.results
 
     @property
     def has_undelivered(self) -> bool:
         """Whether anything has arrived, or a batch was made, that was not delivered."""
-        return bool(self._pending or self._trajectories or self.strategy.waiting())
+        return bool(self._pending or self._trajectories or self.strategy.results)
 
     @property
     def trajectories_held(self) -> list[TensorDictBase]:
@@ -397,7 +397,7 @@ class Schedule:
     @property
     def num_undelivered(self) -> int:
         """Rollouts that have arrived, and of which no batch was made yet."""
-        return len(self.strategy.waiting())
+        return len(self.strategy.results)
 
 
 def check_undelivered(state_dict: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -154,11 +153,16 @@ class Strategy(ABC):
         awaits: what :meth:`ready` waits for, for messages.
         loses_what_fails: whether rollouts of a batch that could not be made are lost, and their workers restart.
         in_step: whether all workers take the same number of steps.
+        results: rollouts that have arrived and were not removed, in that order.
     """
 
     awaits: str
     loses_what_fails: bool
     in_step: bool
+
+    def __init__(self, rollouts: PendingRollouts) -> None:
+        self._rollouts, self._workers = rollouts, rollouts.group.workers
+        self.results: list[Result] = []
 
     @abstractmethod
     def ask(self) -> None:
@@ -180,17 +184,13 @@ class Strategy(ABC):
     def next_rollouts(self) -> list[Result]:
         """The rollouts of the next batch."""
 
-    @abstractmethod
     def remove(self, results: Collection[Result]) -> None:
         """These rollouts are delivered or dropped."""
+        self.results = [result for result in self.results if result not in results]
 
-    @abstractmethod
     def add(self, result: Result) -> None:
         """A rollout has arrived."""
-
-    @abstractmethod
-    def waiting(self) -> list[Result]:
-        """All that have arrived and were not removed."""
+        self.results.append(result)
 
     @abstractmethod
     def combine(self, results: Sequence[Result]) -> TensorDictBase:
@@ -231,25 +231,23 @@ class FirstCome(Strategy):
     in_step = False
 
     def __init__(self, rollouts: PendingRollouts, staleness: Staleness, *, stored: bool) -> None:
-        self._rollouts, self._workers, self._staleness = rollouts, rollouts.group.workers, staleness
-        self._stored = stored
+        super().__init__(rollouts)
+        self._staleness, self._stored = staleness, stored
         self._layouts: dict[int, BlockLayout | None] = {}  # None: its rollouts lie in no block
-        self._arrivals: deque[Result] = deque()
 
     def ready(self) -> bool:
         """:meth:`ask`; whether the rollouts of the next batch have arrived."""
         self.ask()
-        if self._arrivals and self._staleness.waits:  # the one that began first is the next
-            first = min(self._arrivals, key=lambda result: result.found.run)
+        if self.results and self._staleness.waits:  # the one that began first is the next
+            first = min(self.results, key=lambda result: result.found.run)
             if any(run < first.found.run for worker in self._workers for run in worker.runs):
                 return False
-            self._arrivals.remove(first)
-            self._arrivals.appendleft(first)
+            self.results = [first, *(result for result in self.results if result is not first)]
         return self.has_next()
 
     def has_next(self) -> bool:
         """Whether they are there now."""
-        return bool(self._arrivals)
+        return bool(self.results)
 
     def is_hopeless(self) -> bool:
         """Whether they cannot arrive any more."""
@@ -260,7 +258,7 @@ class FirstCome(Strategy):
         rollouts = self._rollouts
         if rollouts.is_short or rollouts.on_hold:
             return
-        waiting = [result.worker for result in self._arrivals]
+        waiting = [result.worker for result in self.results]
         for ahead in range(1, 2 if self._staleness.drops else _AHEAD + 1):
             for worker in self._workers:
                 in_progress = len(worker.runs) + waiting.count(worker.index)
@@ -281,11 +279,7 @@ class FirstCome(Strategy):
 
     def next_rollouts(self) -> list[Result]:
         """The rollouts of the next batch."""
-        return [self._arrivals[0]]
-
-    def remove(self, results: Collection[Result]) -> None:
-        """These rollouts are delivered or dropped."""
-        self._arrivals = deque(result for result in self._arrivals if result not in results)
+        return self.results[:1]
 
     def delivered(self) -> None:
         """A batch was delivered: the worker goes on while the consumer has it."""
@@ -295,11 +289,7 @@ class FirstCome(Strategy):
     def add(self, result: Result) -> None:
         """A rollout has arrived."""
         self._layouts.setdefault(result.worker, None)
-        self._arrivals.append(result)
-
-    def waiting(self) -> list[Result]:
-        """All that have arrived and were not removed."""
-        return list(self._arrivals)
+        super().add(result)
 
     def combine(self, results: Sequence[Result]) -> Any:
         """The batch of some rollouts."""
@@ -331,18 +321,18 @@ class Gather(Strategy):
     in_step = True
 
     def __init__(self, rollouts: PendingRollouts, *, join: Join, least: int) -> None:
-        self._rollouts, self._workers, self._join, self._least = rollouts, rollouts.group.workers, join, least
+        super().__init__(rollouts)
+        self._join, self._least = join, least
         self._steps = tuple(_steps(worker) for worker in self._workers)
         self._layout: BlockLayout | None = None
         self._block: Block | None = None  # of this round
         self._fitting: set[int] = set()  # workers that know the layout
-        self._results: dict[int, Result] = {}
         self._interrupted = False
 
     def ready(self) -> bool:
         """:meth:`ask`; whether the rollouts of the next batch have arrived."""
         self.ask()
-        if self._least <= len(self._results) < len(self._taking_part()) and not self._interrupted:
+        if self._least <= len(self.results) < len(self._workers) - len(self._absent()) and not self._interrupted:
             self._interrupted = True
             for worker in self._workers:
                 self._rollouts.group.interrupt(worker)
@@ -350,11 +340,12 @@ class Gather(Strategy):
 
     def has_next(self) -> bool:
         """Whether they are there now."""
-        return bool(self._results) and all(worker.index in self._results for worker in self._taking_part())
+        return bool(self.results) and len(self.results) + len(self._absent()) == len(self._workers)
 
-    def _taking_part(self) -> list[WorkerHandle]:
-        """The workers of this round: all, less those whose data is over, and who have no part in it."""
-        return [w for w in self._workers if w.index not in self._rollouts.over or w.index in self._results]
+    def _absent(self) -> set[int]:
+        """Workers whose data is over, and who have no part in this round."""
+        over = self._rollouts.over
+        return over and over - {result.worker for result in self.results}
 
     def is_hopeless(self) -> bool:
         """Whether they cannot arrive any more."""
@@ -363,35 +354,28 @@ class Gather(Strategy):
     def ask(self) -> None:
         """Ask every worker that has no part in this round yet."""
         rollouts = self._rollouts
-        begins = not self._results and not rollouts.num_in_progress
+        begins = not self.results and not rollouts.num_in_progress
         if (begins and rollouts.held) or rollouts.group.num_pauses:
             return
-        taking_part = self._taking_part()
-        if begins and not rollouts.may_begin(sum(map(rollouts.frames_of, taking_part))):
+        arrived = {result.worker for result in self.results}
+        lacking = [w for w in self._workers if w.index not in arrived and w.index not in rollouts.over]
+        if begins and not rollouts.may_begin(sum(map(rollouts.frames_of, lacking))):
             return
-        for worker in taking_part:
-            if worker.index not in self._results and worker.available and not worker.runs:
+        for worker in lacking:
+            if worker.available and not worker.runs:
                 if self._layout is not None and self._block is None:
                     self._block = rollouts.store.take(self._layout)
                 rollouts.ask(worker, self._block if worker.index in self._fitting else None)
 
     def next_rollouts(self) -> list[Result]:
         """The rollouts of the next batch."""
-        return [self._results[worker.index] for worker in self._taking_part()]
+        return sorted(self.results, key=lambda result: result.worker)
 
     def remove(self, results: Collection[Result]) -> None:
         """These rollouts are delivered or dropped."""
-        self._results = {index: result for index, result in self._results.items() if result not in results}
-        if not self._results:
+        super().remove(results)
+        if not self.results:
             self._block, self._interrupted = None, False
-
-    def add(self, result: Result) -> None:
-        """A rollout has arrived."""
-        self._results[result.worker] = result
-
-    def waiting(self) -> list[Result]:
-        """All that have arrived and were not removed."""
-        return list(self._results.values())
 
     def combine(self, results: Sequence[Result]) -> TensorDictBase:
         """The batch of some rollouts."""
