@@ -176,7 +176,6 @@ class Line:
             weakref.finalize(self, close).atexit = False
         self._unsent: deque[memoryview] = deque()
         self._waits_for_room = False
-        self._num_bytes_unsent = 0
         self._carrier: Carrier | None = None
         self._is_listening = True
         self.heard_at, self._num_bytes_done = time.monotonic(), 0
@@ -285,7 +284,6 @@ class Line:
             part.append(memoryview(bytearray(_CODE)))
             self._codes.append(part[-1])
         self._unsent.extend(part)
-        self._num_bytes_unsent += sum(map(len, part))
 
     def _least_beside(self) -> int | None:
         """Bytes of the smallest piece that goes by the carrier; None: none does."""
@@ -340,7 +338,6 @@ class Line:
         self._poll.modify(self._socket.fileno(), reads | (select.EPOLLOUT if self._waits_for_room else 0))
 
     def _sent(self, count: int) -> None:
-        self._num_bytes_unsent -= count
         while count:
             first = self._unsent[0]
             if count < len(first):
