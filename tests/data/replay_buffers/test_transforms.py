@@ -154,7 +154,7 @@ def test_data_without_a_version():
     [
         (("new", 1), TypeError, "current_version"),
         ((1, 0.5), TypeError, "max_policy_lag"),
-        ((1, -1), ValueError, "max_policy_lag: expected at least 0"),
+        ((1, -1), ValueError, "max_policy_lag: expected an integer of at least 0"),
     ],
 )
 def test_ages_that_are_wrong(arguments, error, message):

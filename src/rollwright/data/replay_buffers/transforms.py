@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from torch import nn
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, checked_key, key_str, leaf_keys, unravel
+from rollwright._options import whole
 from rollwright._tensors import device_of
 from rollwright._warnings import warn_user
 from rollwright.data.layout import IS_INIT, MASK, NEXT_DONE, TRAJ_IDS
@@ -50,15 +51,10 @@ class PolicyAgeFilter(nn.Module):
         strict: bool = False,
     ) -> None:
         super().__init__()
-        if not callable(current_version) and (
-            isinstance(current_version, bool) or not isinstance(current_version, int)
-        ):
-            raise TypeError(f"current_version: expected an integer or a callable, got {current_version!r}.")
-        if isinstance(max_policy_lag, bool) or not isinstance(max_policy_lag, int):
-            raise TypeError(f"max_policy_lag: expected an integer, got {max_policy_lag!r}.")
-        if max_policy_lag < 0:
-            raise ValueError(f"max_policy_lag: expected at least 0, got {max_policy_lag}.")
-        self.current_version, self.max_policy_lag = current_version, max_policy_lag
+        if not callable(current_version):
+            whole().call("current_version", current_version)
+        self.current_version = current_version
+        self.max_policy_lag = cast(int, whole(0).call("max_policy_lag", max_policy_lag))
         self.policy_version_key, self.strict = checked_key("policy_version_key", policy_version_key), bool(strict)
         self._has_warned = False
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rollwright._keys import NestedKey, checked_key, key_str
+from rollwright._options import whole
 from rollwright.data.replay_buffers.samplers.base import Draw, Sampler
 from rollwright.data.replay_buffers.storages.base import Storage
 
@@ -57,11 +58,10 @@ class StalenessAwareSampler(Sampler):
         staleness_weight_fn: Weight | None = None,
         version_key: NestedKey = "policy_version",
     ) -> None:
-        if isinstance(max_staleness, bool) or not isinstance(max_staleness, int):
-            raise TypeError(f"max_staleness: expected an integer, got {max_staleness!r}. Pass -1 for no limit.")
         if staleness_weight_fn is not None and not callable(staleness_weight_fn):
             raise TypeError(f"staleness_weight_fn: expected a callable, got {staleness_weight_fn!r}.")
-        self.max_staleness, self.version_key = max_staleness, checked_key("version_key", version_key)
+        self.max_staleness = cast(int, whole().call("max_staleness", max_staleness))
+        self.version_key = checked_key("version_key", version_key)
         self._weight = staleness_weight_fn or _inverse
         self.consumer_version = 0
         self._forget()

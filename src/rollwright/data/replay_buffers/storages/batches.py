@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import is_tensor_collection
 
 from rollwright._keys import NestedKey, key_str
+from rollwright._options import whole
 from rollwright.data.replay_buffers.storages.structures import is_structure, unbound
 
 
@@ -112,14 +113,5 @@ def no_objects(name: str, keys: Sequence[NestedKey], storage: str) -> str:
     )
 
 
-def positive(name: str, value: Any) -> int:
-    """An integer of at least 1.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name}: expected an integer of at least 1, got {type(value).__name__}: {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name}: expected an integer of at least 1, got {value}.")
-    return int(value)
+positive = cast("Callable[[str, Any], int]", whole(1).call)
+"""``positive(name, value)``: an integer of at least 1; a TypeError or ValueError, which names it, where it is none."""
