@@ -71,4 +71,5 @@ class StepsOnArrays:
             return None
         flag = Entry((*form.batch, 1), np.dtype(np.bool_), True)
         self._forms = {**form.carried, **form.rewards, **dict.fromkeys(form.root_flags, flag)}
+        self._is_nested = any(isinstance(key, tuple) for key in self._forms)
         return form
