@@ -109,6 +109,14 @@ class Reachable:
         """What a path leads to, such as ``"env.batch_size"``."""
         return resolve(self, attr)
 
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the environment; of workers, a list of theirs."""
+        return self.get_distant_attr(f"env.{attr}")
+
+    def getattr_policy(self, attr: str) -> Any:
+        """An attribute of the policy; of workers, a list of theirs."""
+        return self.get_distant_attr(f"policy.{attr}")
+
     def map_fn(
         self,
         method_name: str,

@@ -91,6 +91,11 @@ class BaseCollector(Reachable, ABC):
     def _construct(self, create_env_fn: Any, policy: Callable[..., Any] | None, options: dict[str, Any]) -> None:
         """Make the parts of the collector."""
 
+    @staticmethod
+    def _in_own_words(rounding: str) -> str:
+        """How a subclass names what was rounded."""
+        return rounding
+
     def is_initialized(self) -> bool:
         """Whether the collector can collect: it was constructed, and not shut down."""
         return not self.closed

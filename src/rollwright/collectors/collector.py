@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rollwright._options import with_options
-from rollwright.collectors.arguments import WorkerStats, check_worker_stats, resolve
+from rollwright.collectors.arguments import WorkerStats, check_worker_stats
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.delivery.base import split
@@ -177,11 +177,6 @@ class Collector(BaseCollector):
 
     def _parsed(self, options: dict[str, Any]) -> CollectorOptions:
         return CollectorOptions.parse(options, type(self))
-
-    @staticmethod
-    def _in_own_words(rounding: str) -> str:
-        """How a subclass names what was rounded."""
-        return rounding
 
     def _change_options(self, **changes: Any) -> None:
         """Collect with other options from the next batch on."""
@@ -518,14 +513,6 @@ class Collector(BaseCollector):
             "policy_version": self.policy_version,
             **self._background.stats(),
         }
-
-    def getattr_env(self, attr: str) -> Any:
-        """An attribute of the environment."""
-        return resolve(self.env, attr)
-
-    def getattr_policy(self, attr: str) -> Any:
-        """An attribute of the policy."""
-        return resolve(self.policy, attr)
 
     def __repr__(self) -> str:
         return (

@@ -208,11 +208,6 @@ class MultiCollector(BaseCollector):
             check=self._check,
         )
 
-    @staticmethod
-    def _in_own_words(rounding: str) -> str:
-        """How a subclass names what was rounded."""
-        return rounding
-
     def _make_lock(self) -> None:
         self._taking = threading.Lock()  # a batch: of threads that iterate, one at a time
         self._ending = threading.RLock()
@@ -607,14 +602,6 @@ class MultiCollector(BaseCollector):
             return resolve(self._policy, model_id)
         except AttributeError as error:
             raise ValueError(f"model_id: {model_id!r} is not known in this process, only in its workers.") from error
-
-    def getattr_env(self, attr: str) -> list[Any]:
-        """An attribute of each worker's environment."""
-        return self.get_distant_attr(f"env.{attr}")
-
-    def getattr_policy(self, attr: str) -> list[Any]:
-        """An attribute of each worker's policy."""
-        return self.get_distant_attr(f"policy.{attr}")
 
     def _set_hook(self, name: str, hook: Any) -> None:
         changed = self.options.override(**{name: hook})  # checks it

@@ -185,7 +185,7 @@ def test_while_workers_do_not_read_what_they_are_told(make, inside):
         burn(pid, signal.SIGSTOP)
 
     def press():
-        if wait_until(lambda: all(worker.behind for worker in collector._group.workers)):
+        if wait_until(lambda: all(worker.connection.behind for worker in collector._group.workers)):
             signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=press)

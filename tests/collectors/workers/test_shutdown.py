@@ -271,7 +271,7 @@ def test_shutdown_when_nobody_reads_what_workers_are_told(make, tmp_path):
     for call in (partial(_set, collector, hook), collector.state_dict):
         threads.append(threading.Thread(target=lambda call=call: raised.append(heard(call, Exception))))
         threads[-1].start()
-        assert wait_until(lambda: collector._group.workers[0].behind)
+        assert wait_until(lambda: collector._group.workers[0].connection.behind)
     begun = time.monotonic()
     collector.shutdown(timeout=0.5, raise_on_error=False)
     assert time.monotonic() - begun < patient(0.5 + BOUND_S)
@@ -292,7 +292,7 @@ def test_shutdown_while_much_is_on_its_way(make):
     call = messages.Call(10**6, "post_collect_hook", ByValue(((bytes(10_000_000),), {})), False, False)
     for worker in collector._group.workers:
         worker.send(call, attention=True)
-    assert all(worker.behind for worker in collector._group.workers)
+    assert all(worker.connection.behind for worker in collector._group.workers)
     thread = threading.Thread(target=partial(collector.shutdown, timeout=BOUND_S, raise_on_error=False))
     thread.start()
     assert gone([other], 0.5 * BOUND_S)

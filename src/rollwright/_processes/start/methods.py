@@ -36,14 +36,15 @@ SERVER_IMPORTS: list[str] = []  # modules that the server imports beside those o
 _SERVER_S = 300.0  # for the server to import what it needs, and to fork
 
 
-def check_start_method(name: str, value: Any) -> None:
-    """Test a choice of the start method; None is the fork server.
+def check_start_method(name: str, value: Any) -> Any:
+    """Test a choice of the start method, and return it; None is the fork server.
 
     Raises:
         ValueError: it is unknown.
     """
     if value is not None and value not in START_METHODS:
         raise ValueError(f"{name}: expected one of {START_METHODS} or None for the first, got {value!r}.")
+    return value
 
 
 def new_process(start_method: str | None, target: Any, args: tuple[Any, ...], name: str) -> Any:

@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright._processes.channel import ByValue
-from rollwright.collectors.arguments import Reachable, resolve
+from rollwright.collectors.arguments import Reachable
 from rollwright.collectors.core import TrajectoryIds
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.delivery.base import TrajectoryBatches
@@ -362,14 +362,6 @@ class WorkerCollector(Reachable):
     def stats(self) -> dict[str, Any]:
         """Counts, rates and episodes."""
         return self._delivery.stats()
-
-    def getattr_env(self, attr: str) -> Any:
-        """An attribute of the environment."""
-        return resolve(self.env, attr)
-
-    def getattr_policy(self, attr: str) -> Any:
-        """An attribute of the policy."""
-        return resolve(self.policy, attr)
 
     def get_model(self, model_id: str) -> Any:
         """The model that an id names."""

@@ -132,12 +132,6 @@ class WorkerHandle:
         if attention:
             self.counters.call_attention()
 
-    @property
-    def behind(self) -> bool:
-        """Whether it was sent something that there was no room for yet."""
-        connection = self.connection
-        return connection is not None and connection.behind
-
     def failed(self, what: str) -> WorkerError:
         """An error that names it."""
         error = WorkerError(f"{self.name} {what}.")

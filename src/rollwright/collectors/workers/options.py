@@ -30,11 +30,6 @@ _BY_WORKER = names_of(CollectorOptions, marked=PER_WORKER)
 _LISTS = (list, tuple)
 
 
-def _start_method(name: str, value: object) -> object:
-    check_start_method(name, value)
-    return value
-
-
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
     """The options of a collector with workers, besides those of :class:`~rollwright.collectors.CollectorOptions`.
@@ -89,7 +84,7 @@ class WorkerOptions:
     num_threads: Annotated[int | None, whole(1)] = None
     num_sub_threads: Annotated[int | None, whole(1)] = None
     update_at_each_batch: bool = False
-    start_method: Annotated[Literal["forkserver", "spawn", "fork"] | None, Check(_start_method)] = None
+    start_method: Annotated[Literal["forkserver", "spawn", "fork"] | None, Check(check_start_method)] = None
     init_fn: Callable[[], Any] | None = None
     on_worker_failure: Literal["raise", "restart"] = "raise"
     max_restarts: Annotated[int, whole(0)] = 3

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import pickle
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollwright._options import names_of, refuse_unknown
 from rollwright._processes.channel import ByValue
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
 
 
-class Transport(Protocol):
-    """Starts workers. Nothing here waits but :meth:`close`.
+class Transport:
+    """Starts workers. Nothing here waits but :meth:`close`. A subclass has to define :meth:`connect` alone.
 
     A worker writes to the memory that its spec names, and reads published weights from there; a transport to another
     machine mirrors it.
@@ -28,6 +28,7 @@ class Transport(Protocol):
 
     def fileno(self) -> int:
         """A file descriptor to wait for until :meth:`read` has something to do; -1: there is none."""
+        return -1
 
     def read(self) -> None:
         """Take in what has arrived for several workers, and send what there is room for."""
@@ -44,6 +45,7 @@ class Transport(Protocol):
         Raises:
             TypeError: a part of it cannot be pickled.
         """
+        raise NotImplementedError
 
     def published(self) -> None:
         """Weights were published in the memory that specs name."""
@@ -165,11 +167,11 @@ def transport_of(own: WorkerOptions, num_workers: int) -> Transport:
 
 
 Options = None
-"""See :mod:`~rollwright.collectors.workers.transports`."""
+"""Of this machine's processes as a backend: there are none."""
 
 
-class LocalTransport:
-    """See :class:`~rollwright.collectors.workers.transports.Transport`.
+class LocalTransport(Transport):
+    """Starts workers as processes of this machine, which share memory with the collector.
 
     Args:
         start_method: of the processes, see :class:`~rollwright._processes.child.Child`.
@@ -178,19 +180,6 @@ class LocalTransport:
 
     def __init__(self, *, start_method: str | None, num_threads: int) -> None:
         self._start_method, self._num_threads = start_method, num_threads
-
-    def fileno(self) -> int:
-        """There is none: each worker has its own."""
-        return -1
-
-    def read(self) -> None:
-        """There is nothing."""
-
-    def push(self) -> None:
-        """There is nothing."""
-
-    def tend(self) -> None:
-        """There is nothing."""
 
     def connect(self, spec: WorkerSpec) -> Child:
         """Start a worker, and return the connection to it."""
@@ -205,15 +194,9 @@ class LocalTransport:
         except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
             raise unsendable(spec, error) from error
 
-    def published(self) -> None:
-        """Workers read it themselves."""
-
-    def close(self) -> None:
-        """There is nothing."""
-
 
 def transport(options: None, own: WorkerOptions, num_workers: int) -> LocalTransport:
-    """See :mod:`~rollwright.collectors.workers.transports`."""
+    """What starts workers as processes of this machine."""
     return LocalTransport(start_method=own.start_method, num_threads=own.threads_of(num_workers))
 
 

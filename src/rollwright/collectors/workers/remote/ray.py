@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rollwright._options import Check, whole
-from rollwright._processes.network.handshake import parse_address
+from rollwright._processes.network.handshake import checked_address
 from rollwright._processes.network.ray import (
     ProcessActor,
     RaySession,
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 _TARGET = "rollwright.collectors.workers.remote.ray:join_group"
 _ANY = ("0.0.0.0", "::")
 _LONGEST = 600  # characters of Ray's own messages
-
-
-def _checked_address(name: str, value: object) -> object:
-    parse_address(name, value)
-    return value
 
 
 def _checked_niceness(name: str, value: object) -> object:
@@ -67,7 +62,7 @@ class Options(RemoteOptions):
     remote_configs: Annotated[Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, Check(check_remote_config)] = None
     ray_init_config: Annotated[Mapping[str, Any] | None, Check(check_ray_init_config)] = None
     autoscales: bool | None = None
-    address: Annotated[str | None, Check(_checked_address)] = None
+    address: Annotated[str | None, Check(checked_address)] = None
     niceness: Annotated[int | None, Check(_checked_niceness)] = None
 
 

@@ -27,7 +27,7 @@ from rollwright._processes.network.reader import BackgroundReader
 from rollwright.collectors.workers.remote import frames
 from rollwright.collectors.workers.remote.group import join
 from rollwright.collectors.workers.remote.link import Link
-from rollwright.collectors.workers.transports import unsendable
+from rollwright.collectors.workers.transports import Transport, unsendable
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.weight_update.subscribing import Copies
 
@@ -136,8 +136,8 @@ _MOST_NAMED = 3  # refusals, where nothing has joined
 _END_S = 2.0
 
 
-class RemoteTransport:
-    """See :class:`~rollwright.collectors.workers.transports.Transport`.
+class RemoteTransport(Transport):
+    """Starts workers in groups on other machines, and reaches each group by one connection.
 
     Args:
         num_workers: of the collector.
