@@ -17,7 +17,7 @@ from tests.variants import in_turn
 
 from rollwright._memory import Segment
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.workers.counters import PlaceInData, Publications, WorkerCounters
+from rollwright.collectors.workers.counters import DeliveredPosition, Publications, WorkerCounters
 
 MODES = {
     "turns": {"dialog_turns_per_batch": 10},
@@ -101,7 +101,7 @@ def test_a_publication_that_follows_says_whether_the_last_one_was_published():
     rb, sent = buffer(), []
     counters, options = WorkerCounters(Segment(), 0), CollectorOptions(frames_per_batch=1, replay_buffer=rb)
     publications = Publications(counters, options, sent.append)
-    known = PlaceInData(counters, options)
+    known = DeliveredPosition(counters, options)
     for number in range(4):
         publications.begin(SimpleNamespace(place=lambda ids, number=number: number), None)
         known.announce(sent[-1])

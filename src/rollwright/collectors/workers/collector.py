@@ -38,7 +38,7 @@ from rollwright.collectors.workers.counters import (
     StridedIds,
     WorkerCounters,
     WorkerObserver,
-    packed_place,
+    packed_position,
 )
 from rollwright.collectors.workers.memory import BatchForm, BlockMemory, BlockPart, Packer
 from rollwright.envs.base import EnvBase
@@ -179,7 +179,7 @@ class WorkerCollector(Reachable):
         return self._place() if moved else None
 
     def _place(self) -> bytes | None:
-        return packed_place(self._rollout.cursor.place()) if self._keeps_place else None
+        return packed_position(self._rollout.cursor.place()) if self._keeps_place else None
 
     def collect(self, order: messages.Collect) -> messages.Collected:
         """Collect a batch, and hand it over."""

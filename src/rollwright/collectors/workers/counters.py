@@ -189,7 +189,7 @@ class StridedIds:
         self._counters[Count.NUM_IDS] = self._next
 
 
-def packed_place(place: Mapping[str, Any] | None) -> bytes | None:
+def packed_position(place: Mapping[str, Any] | None) -> bytes | None:
     """A place of :meth:`~rollwright.collectors.core.DataCursor.place` as a message has it."""
     return None if place is None else pickle.dumps(place, protocol=5)
 
@@ -224,7 +224,7 @@ class Publications:
 
     def begin(self, cursor: DataCursor, ids: Iterable[int] | None) -> None:
         """Announce trajectories; see :meth:`~rollwright.collectors.core.RolloutObserver.publishes`."""
-        place, ledger = packed_place(cursor.place(ids)), _ledger(self._options)
+        place, ledger = packed_position(cursor.place(ids)), _ledger(self._options)
         if place is None or ledger is None:
             return
         last_is_published = self._number > 0 and _is_published(ledger, self._counts[_count(self._number)])
@@ -239,7 +239,7 @@ class Publications:
         ledger.on_reserve = noted
 
 
-class PlaceInData:
+class DeliveredPosition:
     """The place in the data behind what has arrived of a worker, or was published by it in a replay buffer.
 
     For use in the collector's process.

@@ -342,7 +342,7 @@ class WorkerGroup:
                 worker.ready = dataclasses.replace(worker.ready, how=message.how)
                 for note in message.warnings.value:
                     self._warned.setdefault(note, False)
-            case messages.Place():
+            case messages.Position():
                 worker.place.move(message.place)
             case messages.Publishes():
                 worker.place.announce(message)

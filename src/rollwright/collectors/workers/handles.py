@@ -12,7 +12,7 @@ from rollwright._processes.connection import Connection
 from rollwright._processes.health import Heartbeats, RestartPolicy
 from rollwright._processes.pool import Pool
 from rollwright.collectors.workers import messages
-from rollwright.collectors.workers.counters import BEAT_S, PlaceInData, WorkerCounters, WorkerState
+from rollwright.collectors.workers.counters import BEAT_S, DeliveredPosition, WorkerCounters, WorkerState
 from rollwright.collectors.workers.memory import Block
 from rollwright.errors import ServiceLostError, WorkerError
 
@@ -66,7 +66,7 @@ class WorkerHandle:
         self.of_path: Mapping[str, Any] = {}
         self._answered = threading.local()
         self.called = ""
-        self.place = PlaceInData(self.counters, spec.options)
+        self.place = DeliveredPosition(self.counters, spec.options)
         self._last: Connection | None = None
 
     @property

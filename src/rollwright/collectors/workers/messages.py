@@ -177,7 +177,7 @@ class Collected(NamedTuple):
         newest_version: likewise.
         dropped_frames: thrown away because they were too stale, see ``max_policy_lag``.
         is_over: whether nothing was taken, because the data is over.
-        place: see :class:`Place`; of what is written into a replay buffer, :class:`Publishes` has it.
+        place: see :class:`Position`; of what is written into a replay buffer, :class:`Publishes` has it.
         of_path: what the path of the worker adds to ``stats()``.
         names: of the batch's dimensions, where a hook or ``postproc`` has changed them.
     """
@@ -204,7 +204,7 @@ class Collected(NamedTuple):
         return cls(run, 0, 0, False, None, (), {}, (), version, version, 0, is_over=True, of_path=of_path)
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where in the data the worker is after a call: who takes its place goes on from there.
 
     Attributes:
@@ -219,7 +219,7 @@ class Publishes(NamedTuple):
 
     Attributes:
         number: counts on.
-        place: see :class:`Place`, once they are published.
+        place: see :class:`Position`, once they are published.
         last_is_published: whether what was announced before this was published.
     """
 

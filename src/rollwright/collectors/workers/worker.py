@@ -184,7 +184,7 @@ class Worker:
                 with self._collector.called(call.path, paused=self._paused, in_rollout=self._run is not None):
                     found = found(*args, **kwargs)
             if (place := self._collector.moved()) is not None:
-                self._say(messages.Place(place))
+                self._say(messages.Position(place))
             answer: Any = messages.Returned(call.serial, ByValue(found))
             self._counters.state = WorkerState.DELIVERING  # which may take until the collector reads
             try:
