@@ -90,6 +90,7 @@ from typing import Any, Literal, TypedDict
 
 from tensordict import TensorDictBase
 
+from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.options import Buffer, Device, Interrupts
 from rollwright.collectors.workers.transports import Backend
 from rollwright.envs.utils import ExplorationType
@@ -110,6 +111,7 @@ from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
             [(o, _or_list(kind)) for o, kind in single],
             "``Collector`` with ``num_collectors`` or ``backend``",
         ),
+        ("GroupKeywords", "WorkerKeywords", fields_without_marks("GroupOptions"), "collectors of groups of workers"),
         ("MultiKeywords", "WorkerKeywords", [each for each in workers if each[0] in selecting], "``MultiCollector``"),
         (
             "LLMKeywords",

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from tensordict import TensorDictBase
 
+from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.options import Buffer, Device, Interrupts
 from rollwright.collectors.workers.transports import Backend
 from rollwright.envs.utils import ExplorationType
@@ -98,6 +99,17 @@ class WorkerKeywords(CommonKeywords, ProcessKeywords, total=False):
     env_device: Device | Sequence[Device | None] | None
     storing_device: Device | Sequence[Device | None] | None
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
+
+
+class GroupKeywords(WorkerKeywords, total=False):
+    """Options of collectors of groups of workers."""
+
+    num_collectors: int | None
+    num_workers_per_collector: int
+    collector_class: type[BaseCollector] | str
+    collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+    update_after_each_batch: bool
+    max_weight_update_interval: int
 
 
 class MultiKeywords(WorkerKeywords, total=False):

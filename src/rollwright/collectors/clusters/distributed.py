@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from rollwright._options import with_options
-from rollwright.collectors.base import BaseCollector
-from rollwright.collectors.clusters.groups import Grouped, GroupOptions, grouped
-from rollwright.collectors.collector import Collector
+from rollwright.collectors.clusters.groups import GroupOptions, grouped
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.options import WorkerOptions
 
 if TYPE_CHECKING:
+    from rollwright.collectors.keywords import GroupKeywords
     from rollwright.collectors.rollout.environment import EnvMakers
 
 
 _LEFT_OUT = ("backend", "num_workers", "update_at_each_batch")  # said otherwise here
 
 
-@with_options(WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
+@with_options(GroupOptions, WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
 class DistributedCollector(MultiCollector):
     """Collects experience in groups of workers, each a rank of its own: ``backend="distributed"``.
 
     Every group makes a process group of two with this process: one that dies is replaced
     (``on_worker_failure="restart"``), and the others do not notice. ``DistributedDataCollector`` is the same class.
 
+    ``backend_options`` takes others of :class:`~rollwright.collectors.workers.remote.distributed.Options`, such as
+    ``host_timeout``.
+
     Args:
         create_env_fn: makes an environment, in a worker; or a list of such functions, one for each group.
         policy: as of :class:`Collector`; each worker acts with a copy, see :meth:`update_policy_weights_`.
-        num_collectors: number of groups; None: as many as there are functions in ``create_env_fn``.
-        num_workers_per_collector: workers in each.
         sync: whether a batch is of all workers; if False, batches are of one worker each, in the order in which they
             are finished.
         backend: of the process groups: ``"gloo"``, or ``"nccl"`` where torch and all machines have it.
@@ -40,15 +40,8 @@ class DistributedCollector(MultiCollector):
             somebody, by ``rollwright join HOST:PORT``.
         slurm_kwargs: parameters of jobs, such as ``slurm_partition``, ``gpus_per_node``, ``timeout_min``.
         tcp_port: where this process listens; None: at any port that is free.
-        collector_class: :class:`Collector`, :class:`MultiSyncCollector`, :class:`MultiAsyncCollector` or one of their
-            names, for programs that say so. ``num_workers_per_collector`` and ``sync`` alone decide what runs.
-        collector_kwargs: further options, for all groups or a list with one dictionary for each. Only those that may
-            differ between workers may differ.
-        update_after_each_batch: read the weights of ``policy`` again, and publish them, before each batch.
-        max_weight_update_interval: batches after which that is done at the latest; -1: it is not.
-        backend_options: others of :class:`~rollwright.collectors.workers.remote.distributed.Options`, such as
-            ``host_timeout`` and ``interface``.
-        **options: those of :class:`~rollwright.collectors.workers.options.WorkerOptions` and of
+        **options: how many groups there are, and those of
+            :class:`~rollwright.collectors.workers.options.WorkerOptions` and of
             :class:`~rollwright.collectors.CollectorOptions`.
 
     Raises:
@@ -75,38 +68,16 @@ class DistributedCollector(MultiCollector):
         create_env_fn: EnvMakers,
         policy: Callable[..., Any] | None = None,
         *,
-        num_collectors: int | None = None,
-        num_workers_per_collector: int = 1,
         sync: bool = False,
         backend: Literal["gloo", "nccl", "mpi"] = "gloo",
         launcher: Literal["mp", "submitit", "torchrun", "join"] = "submitit",
         slurm_kwargs: Mapping[str, Any] | None = None,
         tcp_port: int | None = None,
-        collector_class: type[BaseCollector] | str = Collector,
-        collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        update_after_each_batch: bool = False,
-        max_weight_update_interval: int = -1,
-        backend_options: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[GroupKeywords],
     ) -> None:
         self.closed = True
-        made = _grouped(
-            type(self).__name__,
-            create_env_fn,
-            num_collectors=num_collectors,
-            num_workers_per_collector=num_workers_per_collector,
-            sync=sync,
-            backend=backend,
-            launcher=launcher,
-            slurm_kwargs=slurm_kwargs,
-            tcp_port=tcp_port,
-            collector_class=collector_class,
-            collector_kwargs=collector_kwargs,
-            update_after_each_batch=update_after_each_batch,
-            max_weight_update_interval=max_weight_update_interval,
-            backend_options=backend_options,
-            **options,
-        )
+        about = _about(backend, launcher, slurm_kwargs, tcp_port)
+        made = grouped(type(self).__name__, create_env_fn, "distributed", about, {**options, "sync": sync})
         self._updates = made.updates
         self._construct(made.makers, policy, made.options)
 
@@ -154,48 +125,23 @@ class DistributedSyncCollector(MultiCollector):
                 raise TypeError(f"{type(self).__name__} has no option {name!r}: {why}.")
         if hasattr(policy, "parameters"):
             options["max_weight_update_interval"] = update_interval
-        made = _grouped(type(self).__name__, create_env_fn, sync=True, **options)
+        about = _about(*(options.pop(name, default) for name, default in _LAUNCH.items()))
+        made = grouped(type(self).__name__, create_env_fn, "distributed", about, {**options, "sync": True})
         self._updates = made.updates
         self._construct(made.makers, policy, made.options)
 
 
-def _grouped(
-    owner: str,
-    create_env_fn: EnvMakers,
-    *,
-    sync: bool,
-    num_collectors: int | None = None,
-    num_workers_per_collector: int = 1,
-    backend: str = "gloo",
-    launcher: str = "submitit",
-    slurm_kwargs: Mapping[str, Any] | None = None,
-    tcp_port: int | None = None,
-    collector_class: object = Collector,
-    collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-    update_after_each_batch: bool = False,
-    max_weight_update_interval: int = -1,
-    backend_options: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Grouped:
-    about: dict[str, Any] = {"process_group_backend": backend, "launcher": launcher}
-    about |= {} if slurm_kwargs is None else {"slurm_kwargs": slurm_kwargs}
-    about |= {} if tcp_port is None else {"port": tcp_port}
-    return grouped(
-        owner,
-        create_env_fn,
-        GroupOptions(
-            num_collectors=num_collectors,
-            num_workers_per_collector=num_workers_per_collector,
-            update_after_each_batch=update_after_each_batch,
-            max_weight_update_interval=max_weight_update_interval,
-        ),
-        backend="distributed",
-        backend_options=about,
-        more_backend_options=backend_options,
-        collector_class=collector_class,
-        collector_kwargs=collector_kwargs,
-        options={"sync": sync, **options},
-    )
+_LAUNCH = {"backend": "gloo", "launcher": "submitit", "slurm_kwargs": None, "tcp_port": None}
+
+
+def _about(backend: str, launcher: str, slurm_kwargs: Any, tcp_port: int | None) -> dict[str, Any]:
+    """Options of the backend, under its own names."""
+    return {
+        "process_group_backend": backend,
+        "launcher": launcher,
+        "slurm_kwargs": slurm_kwargs,
+        "port": tcp_port,
+    }
 
 
 DistributedDataCollector = DistributedCollector

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from rollwright._options import PER_WORKER, check_fields, names_of, refuse_unknown, whole
+from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, whole
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.collector import Collector
 from rollwright.collectors.factory import makers_of_workers
@@ -32,7 +32,7 @@ _NAMES: dict[str, type[BaseCollector]] = {
 _LISTS = (list, tuple)
 
 
-def check_collector_class(value: object) -> type[BaseCollector]:
+def check_collector_class(name: str, value: object) -> type[BaseCollector]:
     """The class that is meant: :class:`Collector` or :class:`MultiCollector`, or a subclass.
 
     Raises:
@@ -40,13 +40,12 @@ def check_collector_class(value: object) -> type[BaseCollector]:
     """
     if isinstance(value, str):
         if value not in _NAMES:
-            raise ValueError(f"collector_class: expected one of {', '.join(map(repr, _NAMES))}, got {value!r}.")
+            raise ValueError(f"{name}: expected one of {', '.join(map(repr, _NAMES))}, got {value!r}.")
         return _NAMES[value]
     if isinstance(value, type) and (issubclass(value, Collector) or issubclass(value, MultiCollector)):
         return value
     raise TypeError(
-        "collector_class: expected Collector, MultiSyncCollector, MultiAsyncCollector or one of their names, got "
-        f"{value!r}."
+        f"{name}: expected Collector, MultiSyncCollector, MultiAsyncCollector or one of their names, got {value!r}."
     )
 
 
@@ -119,17 +118,23 @@ _INSTEAD = {
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """How many groups there are, and when their weights are updated.
+    """How many groups there are, what is in each, and when their weights are updated.
 
     Attributes:
         num_collectors: number of groups; None: as many as there are functions in ``create_env_fn``.
         num_workers_per_collector: workers in each.
+        collector_class: :class:`Collector`, :class:`MultiSyncCollector`, :class:`MultiAsyncCollector` or one of their
+            names, for programs that say so. ``num_workers_per_collector`` and ``sync`` alone decide what runs.
+        collector_kwargs: further options, for all groups or a list with one dictionary for each. Only those that may
+            differ between workers may differ.
         update_after_each_batch: read the weights of ``policy`` again, and publish them, before each batch.
         max_weight_update_interval: batches after which that is done at the latest; -1: it is not.
     """
 
     num_collectors: Annotated[int | None, whole(1)] = None
     num_workers_per_collector: Annotated[int, whole(1)] = 1
+    collector_class: Annotated[type[BaseCollector] | str, Check(check_collector_class)] = Collector
+    collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     update_after_each_batch: bool = False
     max_weight_update_interval: Annotated[int, whole(-1)] = -1
 
@@ -154,13 +159,8 @@ class Grouped(NamedTuple):
 def grouped(
     owner: str,
     create_env_fn: EnvMakers,
-    groups: GroupOptions,
-    *,
     backend: str,
-    backend_options: Mapping[str, Any],
-    more_backend_options: Mapping[str, Any] | None,
-    collector_class: object,
-    collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    about: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Grouped:
     """What a collector is made of, from arguments under the names that the field knows.
@@ -168,29 +168,28 @@ def grouped(
     Args:
         owner: name of the class.
         create_env_fn: as of the class.
-        groups: how many, and when their weights are updated.
-        backend: where they are.
-        backend_options: that are arguments of the class.
-        more_backend_options: that were given as such.
-        collector_class: as of the class.
-        collector_kwargs: as of the class.
-        options: all others.
+        backend: where groups are.
+        about: options of the backend that are arguments of the class; None: not given.
+        options: those of :class:`GroupOptions`, and all others.
 
     Raises:
         TypeError, ValueError: one is wrong, or given twice.
     """
-    check_collector_class(collector_class)
     for name in options:
         if name in _INSTEAD:
             raise TypeError(f"{owner} has no option {name!r}: {_INSTEAD[name]}")
+    own = names_of(GroupOptions)
+    groups = GroupOptions(**{name: value for name, value in options.items() if name in own})
+    others = {name: value for name, value in options.items() if name not in {*own, "backend_options"}}
     in_each = groups.num_workers_per_collector
     makers = makers_of_workers(create_env_fn, groups.num_collectors, in_each)
-    merged = inner_options(collector_kwargs, options, len(makers) // in_each, in_each)
+    merged = inner_options(groups.collector_kwargs, others, len(makers) // in_each, in_each)
     interval = 0 if groups.update_after_each_batch else groups.max_weight_update_interval
     updates = PeriodicUpdates("update_after_each_batch", interval) if interval >= 0 else None
-    about = {"num_workers_per_collector": in_each, **backend_options}
-    about.update(_not_twice(more_backend_options, about, owner))
-    return Grouped(makers, {**merged, "backend": backend, "backend_options": about}, updates)
+    given = {name: value for name, value in about.items() if value is not None}
+    given["num_workers_per_collector"] = in_each
+    given.update(_not_twice(options.get("backend_options"), given, owner))
+    return Grouped(makers, {**merged, "backend": backend, "backend_options": given}, updates)
 
 
 def _not_twice(given: Mapping[str, Any] | None, about: Mapping[str, Any], owner: str) -> Mapping[str, Any]:

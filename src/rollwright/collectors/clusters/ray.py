@@ -7,22 +7,20 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from rollwright._options import with_options
 from rollwright._processes.network.ray import leave_connected
-from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.clusters.groups import GroupOptions, grouped
-from rollwright.collectors.collector import Collector
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.options import WorkerOptions
 
 if TYPE_CHECKING:
-    from rollwright.collectors.keywords import WorkerKeywords
+    from rollwright.collectors.keywords import GroupKeywords
     from rollwright.collectors.rollout.environment import EnvMakers
 
 
 _LEFT_OUT = ("backend", "num_workers", "update_at_each_batch")  # said otherwise here
 
 
-@with_options(WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
+@with_options(GroupOptions, WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
 class RayCollector(MultiCollector):
     """Collects experience in actors of a Ray cluster: a :class:`MultiCollector` with ``backend="ray"``.
 
@@ -30,24 +28,19 @@ class RayCollector(MultiCollector):
     collect comes to this process by one connection for each actor. Ray is asked for actors, and told when one is not
     needed any more; it carries no data.
 
+    ``backend_options`` takes others of :class:`~rollwright.collectors.workers.remote.ray.Options`, such as
+    ``host_timeout``.
+
     Args:
         create_env_fn: makes an environment, in a worker; or a list of such functions, one for each actor.
         policy: as of :class:`Collector`; each worker acts with a copy, see :meth:`update_policy_weights_`.
-        num_collectors: number of actors; None: as many as there are functions in ``create_env_fn``.
-        num_workers_per_collector: workers in each.
         sync: whether a batch is of all workers; if False, batches are of one worker each, in the order in which they
             are finished.
-        collector_class: :class:`Collector`, :class:`MultiSyncCollector`, :class:`MultiAsyncCollector` or one of their
-            names, for programs that say so. ``num_workers_per_collector`` and ``sync`` alone decide what runs.
-        collector_kwargs: further options, for all actors or a list with one dictionary for each. Only those that may
-            differ between workers may differ.
         remote_configs: what Ray reserves for each actor, see
             :class:`~rollwright.collectors.workers.remote.ray.Options`.
         ray_init_config: arguments of ``ray.init``, if the program has not called it.
-        update_after_each_batch: read the weights of ``policy`` again, and publish them, before each batch.
-        max_weight_update_interval: batches after which that is done at the latest; -1: it is not.
-        backend_options: others of :class:`~rollwright.collectors.workers.remote.ray.Options`, such as ``host_timeout``.
-        **options: those of :class:`~rollwright.collectors.workers.options.WorkerOptions` and of
+        **options: how many actors there are (groups), and those of
+            :class:`~rollwright.collectors.workers.options.WorkerOptions` and of
             :class:`~rollwright.collectors.CollectorOptions`.
 
     Raises:
@@ -71,35 +64,14 @@ class RayCollector(MultiCollector):
         create_env_fn: EnvMakers,
         policy: Callable[..., Any] | None = None,
         *,
-        num_collectors: int | None = None,
-        num_workers_per_collector: int = 1,
         sync: bool = False,
-        collector_class: type[BaseCollector] | str = Collector,
-        collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         ray_init_config: Mapping[str, Any] | None = None,
-        update_after_each_batch: bool = False,
-        max_weight_update_interval: int = -1,
-        **options: Unpack[WorkerKeywords],
+        **options: Unpack[GroupKeywords],
     ) -> None:
         self.closed = True
-        given: dict[str, Any] = dict(options)
-        made = grouped(
-            type(self).__name__,
-            create_env_fn,
-            GroupOptions(
-                num_collectors=num_collectors,
-                num_workers_per_collector=num_workers_per_collector,
-                update_after_each_batch=update_after_each_batch,
-                max_weight_update_interval=max_weight_update_interval,
-            ),
-            backend="ray",
-            backend_options={"remote_configs": remote_configs, "ray_init_config": ray_init_config},
-            more_backend_options=given.pop("backend_options", None),
-            collector_class=collector_class,
-            collector_kwargs=collector_kwargs,
-            options={"sync": sync, **given},
-        )
+        about = {"remote_configs": remote_configs, "ray_init_config": ray_init_config}
+        made = grouped(type(self).__name__, create_env_fn, "ray", about, {**options, "sync": sync})
         self._updates = made.updates
         self._construct(made.makers, policy, made.options)
 

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from rollwright._options import with_options
-from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.clusters.groups import GroupOptions, grouped
-from rollwright.collectors.collector import Collector
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.options import WorkerOptions
 
 if TYPE_CHECKING:
+    from rollwright.collectors.keywords import GroupKeywords
     from rollwright.collectors.rollout.environment import EnvMakers
 
 
 _LEFT_OUT = ("backend", "num_workers", "update_at_each_batch")  # said otherwise here
 
 
-@with_options(WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
+@with_options(GroupOptions, WorkerOptions, CollectorOptions, leave_out=_LEFT_OUT)
 class RPCCollector(MultiCollector):
     """Collects experience in groups of workers, each a member of a group of RPC: ``backend="rpc"``.
 
     A worker that dies is replaced (``on_worker_failure="restart"``); a member that dies cannot be, which is an error:
     torch lets no other join. :class:`DistributedCollector` replaces both. ``RPCDataCollector`` is the same class.
 
+    ``backend_options`` takes others of :class:`~rollwright.collectors.workers.remote.rpc.Options`, such as
+    ``host_timeout``.
+
     Args:
         create_env_fn: makes an environment, in a worker; or a list of such functions, one for each group.
         policy: as of :class:`Collector`; each worker acts with a copy, see :meth:`update_policy_weights_`.
-        num_collectors: number of groups; None: as many as there are functions in ``create_env_fn``.
-        num_workers_per_collector: workers in each.
         sync: whether a batch is of all workers; if False, batches are of one worker each, in the order in which they
             are finished.
         launcher: what starts groups, see :class:`DistributedCollector`.
@@ -40,15 +40,8 @@ class RPCCollector(MultiCollector):
         tensorpipe_options: arguments of ``torch.distributed.rpc.TensorPipeRpcBackendOptions`` for this process: device
             maps and so on. Groups are members ``"group-0"``, ``"group-1"``, ...
         visible_devices: devices that calls of this process may bring tensors to, and take them from.
-        collector_class: :class:`Collector`, :class:`MultiSyncCollector`, :class:`MultiAsyncCollector` or one of their
-            names, for programs that say so. ``num_workers_per_collector`` and ``sync`` alone decide what runs.
-        collector_kwargs: further options, for all groups or a list with one dictionary for each. Only those that may
-            differ between workers may differ.
-        update_after_each_batch: read the weights of ``policy`` again, and publish them, before each batch.
-        max_weight_update_interval: batches after which that is done at the latest; -1: it is not.
-        backend_options: others of :class:`~rollwright.collectors.workers.remote.rpc.Options`, such as
-            ``host_timeout`` and ``interface``.
-        **options: those of :class:`~rollwright.collectors.workers.options.WorkerOptions` and of
+        **options: how many groups there are, and those of
+            :class:`~rollwright.collectors.workers.options.WorkerOptions` and of
             :class:`~rollwright.collectors.CollectorOptions`.
 
     Raises:
@@ -79,46 +72,26 @@ class RPCCollector(MultiCollector):
         create_env_fn: EnvMakers,
         policy: Callable[..., Any] | None = None,
         *,
-        num_collectors: int | None = None,
-        num_workers_per_collector: int = 1,
         sync: bool = False,
         launcher: Literal["mp", "submitit", "torchrun", "join"] = "submitit",
         slurm_kwargs: Mapping[str, Any] | None = None,
         tcp_port: int | None = None,
         tensorpipe_options: Mapping[str, Any] | None = None,
         visible_devices: Sequence[Any] | None = None,
-        collector_class: type[BaseCollector] | str = Collector,
-        collector_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        update_after_each_batch: bool = False,
-        max_weight_update_interval: int = -1,
-        backend_options: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[GroupKeywords],
     ) -> None:
         self.closed = True
-        about: dict[str, Any] = {"launcher": launcher}
-        about |= {} if slurm_kwargs is None else {"slurm_kwargs": slurm_kwargs}
-        about |= {} if tcp_port is None else {"port": tcp_port}
         if visible_devices is not None:
             if "devices" in (tensorpipe_options or {}):
                 raise ValueError("visible_devices: got it as 'devices' in tensorpipe_options, too. Pass it once.")
             tensorpipe_options = {**(tensorpipe_options or {}), "devices": list(visible_devices)}
-        about |= {} if tensorpipe_options is None else {"tensorpipe_options": tensorpipe_options}
-        made = grouped(
-            type(self).__name__,
-            create_env_fn,
-            GroupOptions(
-                num_collectors=num_collectors,
-                num_workers_per_collector=num_workers_per_collector,
-                update_after_each_batch=update_after_each_batch,
-                max_weight_update_interval=max_weight_update_interval,
-            ),
-            backend="rpc",
-            backend_options=about,
-            more_backend_options=backend_options,
-            collector_class=collector_class,
-            collector_kwargs=collector_kwargs,
-            options={"sync": sync, **options},
-        )
+        about = {
+            "launcher": launcher,
+            "slurm_kwargs": slurm_kwargs,
+            "port": tcp_port,
+            "tensorpipe_options": tensorpipe_options,
+        }
+        made = grouped(type(self).__name__, create_env_fn, "rpc", about, {**options, "sync": sync})
         self._updates = made.updates
         self._construct(made.makers, policy, made.options)
 
