@@ -123,7 +123,7 @@ class LibraryArrays(ArrayEnv):
         self.may_be_unfit = bool(self._readers)
         self._follows_tensors = not env.returns_tensors  # where it did so before, there was a reason to take this form
         self.batch, self.nests = tuple(env.batch_size), env.nests
-        flags = entries_of(env.full_done_spec, env.ndim)
+        flags = entries_of(env.full_done_spec, env.ndim) if env.nests else {}
         self.flags = {key: entry for key, entry in flags.items() if as_tuple(key)[0] in env.nests}
         check_flags(env, self.flags)
         self.entries = entries_of(env.full_observation_spec, env.ndim, objects=not env.ndim)
@@ -168,14 +168,27 @@ class LibraryArrays(ArrayEnv):
 
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
-        values = self._attempt("step", self._env.step_values, root)
+        if self._env.is_closed:
+            check_open(self._env, "step")
+        try:
+            values = self._env.step_values(root)
+        except RollwrightError:
+            raise
+        except Exception as error:
+            raise named_error(self._env, "step", error) from error
         if self._readers and _forms_of(values) != self._after_step:
             raise _unfit(complete_step(self._env, unchecked_td({}), self._env.tensordict_of(values)))
         return values
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
-        values = self._attempt("reset", self._env.reset_values, None if rows is None else rows.reshape(-1), **kwargs)
+        check_open(self._env, "reset")
+        try:
+            values = self._env.reset_values(None if rows is None else rows.reshape(-1), **kwargs)
+        except RollwrightError:
+            raise
+        except Exception as error:
+            raise named_error(self._env, "reset", error) from error
         if self._readers and _forms_of(values) != self._after_reset:
             given = None if rows is None else unchecked_td({})
             raise _unfit(complete_reset(self._env, given, self._env.tensordict_of(values)))
@@ -190,16 +203,6 @@ class LibraryArrays(ArrayEnv):
         if self._readers or objects_of(self.entries) or len(envs) < len(parts):
             return None
         return self._env.in_turn(envs, self.entries, name_error)
-
-    def _attempt(self, call: str, work: Callable[..., Values], *args: Any, **kwargs: Any) -> Values:
-        if self._env.is_closed:
-            check_open(self._env, call)
-        try:
-            return work(*args, **kwargs)
-        except RollwrightError:
-            raise
-        except Exception as error:
-            raise named_error(self._env, call, error) from error
 
 
 def _unfit(outcome: TensorDictBase) -> UnfitOutcome:
