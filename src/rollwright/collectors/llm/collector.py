@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from rollwright.collectors.keywords import LLMKeywords
     from rollwright.collectors.rollout.environment import EnvMakers
 
-__all__ = ["LLMCollector"]
-
 _GRACE_S = 2.0  # for what is in progress at shutdown
 
 

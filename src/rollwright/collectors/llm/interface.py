@@ -13,16 +13,6 @@ if TYPE_CHECKING:
     from rollwright.collectors.base import BaseCollector
     from rollwright.collectors.options import CollectorOptions
 
-__all__ = [
-    "LENGTH_UNKNOWN",
-    "checked_postproc",
-    "environment_of",
-    "in_own_words",
-    "log_batch",
-    "queue_of",
-    "version_by",
-]
-
 _log = logging.getLogger("rollwright.llm")
 LENGTH_UNKNOWN = (
     "How many batches this collector delivers depends on its data (total_dialog_turns=-1), so it has no length. "

@@ -15,8 +15,6 @@ from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 from rollwright.weight_update.schemes import as_schemes, check_schemes
 from rollwright.weight_update.updaters import check_updater
 
-__all__ = ["LLMOptions"]
-
 
 def _tracker(name: str, value: object) -> object:
     if not isinstance(value, bool) and not callable(getattr(value, "increment_version", None)):

@@ -31,8 +31,6 @@ from rollwright.collectors.workers.stats import select_workers
 from rollwright.data.llm.turns import Origin, Version
 from rollwright.errors import WorkerError
 
-__all__ = ["MultiLLMCollector", "made_with_workers"]
-
 
 @with_options(LLMOptions, WorkerOptions)
 class MultiLLMCollector(MultiCollector):

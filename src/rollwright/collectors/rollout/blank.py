@@ -13,8 +13,6 @@ from rollwright.collectors.rollout.policy_trial import Trial
 from rollwright.data.layout import mark_truncated
 from rollwright.envs.base import EnvBase
 
-__all__ = ["blank_batch"]
-
 
 def blank_batch(
     env: EnvBase,

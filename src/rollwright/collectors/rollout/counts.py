@@ -10,8 +10,6 @@ from typing import Any
 from rollwright._warnings import warn_user
 from rollwright.collectors.options import CollectorOptions
 
-__all__ = ["FrameCounts", "announce_rounding"]
-
 
 def announce_rounding(owner: str, rounding: str) -> None:
     """Warn of what differs from what was asked, if anything does."""

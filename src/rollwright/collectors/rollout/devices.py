@@ -12,8 +12,6 @@ from rollwright.collectors.options import CollectorOptions
 from rollwright.data.specs.shapes import as_device
 from rollwright.weight_update.policy_weights import weights_of
 
-__all__ = ["Devices", "Syncs", "module_device", "sync_function"]
-
 
 @dataclass(frozen=True)
 class Devices:

@@ -24,8 +24,6 @@ from rollwright.envs.recreation.policy import RecreationWarning
 from rollwright.envs.transforms import Compose, StepCounter, TransformedEnv
 from rollwright.errors import EnvError, NotNative
 
-__all__ = ["EnvMaker", "EnvMakers", "conversations_of", "making_env", "note_waits", "version_of"]
-
 EnvMaker = str | EnvBase | GymnasiumEnv | EnvFunction | Sequence[str | EnvFunction]
 EnvMakers = EnvMaker | Sequence[str | EnvBase | GymnasiumEnv | EnvFunction]  # one, or one for each worker
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-__all__ = ["Hooks", "PostHook", "PreHook"]
-
 PreHook = Callable[[], None]
 PostHook = Callable[[TensorDictBase], None]
 

@@ -23,8 +23,6 @@ from rollwright.modules.signature import Call, speak_tensordict
 from rollwright.weight_update.forms import Description, describe
 from rollwright.weight_update.policy_weights import weights_of
 
-__all__ = ["ActingPolicy", "accelerate", "check_policy", "check_shaped", "making_policy"]
-
 
 @contextmanager
 def making_policy(policy: Any, options: CollectorOptions, env: EnvBase) -> Iterator[Any]:
@@ -246,6 +244,7 @@ class CompiledPolicy:
         self._proven = False
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase | None:
+        """Act."""
         if self._proven:
             return self._call(td)
         before = td.copy()

@@ -21,8 +21,6 @@ from rollwright.weight_update.policy_weights import (
     weights_of,
 )
 
-__all__ = ["PolicyCopy", "copied_policy", "never_copied_in"]
-
 
 class PolicyCopy(NamedTuple):
     """A policy that acts in place of another one.

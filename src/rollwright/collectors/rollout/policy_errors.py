@@ -32,8 +32,6 @@ from rollwright.envs.base import EnvBase
 from rollwright.errors import PolicyError, PolicyKeyError, RollwrightError
 from rollwright.modules.signature import SignaturePolicy
 
-__all__ = ["check_inputs", "entries_of", "explained"]
-
 _KINDS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 _CALLS = {FlatActor.__call__.__code__, FlatActor.compiled.__code__, TensorDictActor.__call__.__code__}
 _SEQUENCES = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)

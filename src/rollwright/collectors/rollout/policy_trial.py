@@ -30,8 +30,6 @@ from rollwright.modules import RandomPolicy
 from rollwright.modules.signature import Call
 from rollwright.weight_update.policy_weights import is_never_copied, modules_in
 
-__all__ = ["Trial", "action_forms"]
-
 
 class Trial:
     """Calls a policy on a copy of what it reads, and changes nothing else.

@@ -44,8 +44,6 @@ from rollwright.envs.utils import set_exploration_type
 from rollwright.errors import NoSilentEnd, NotNative
 from rollwright.modules import set_recurrent_mode
 
-__all__ = ["Rollout", "SilentObserver"]
-
 
 class SilentObserver:
     """A :class:`~rollwright.collectors.core.RolloutObserver` that keeps every batch."""

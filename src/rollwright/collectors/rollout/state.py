@@ -12,9 +12,6 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 
 from rollwright.envs.checkpoint.snapshot import dump, load
 
-__all__ = ["RolloutState", "placed", "td_from", "td_state"]
-
-
 _STACKS = (LazyStackedTensorDict, NonTensorStack)
 _DATA = (str, int, float, bool, bytes)
 

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-__all__ = ["NUM_EPISODES", "EpisodeStats", "StageTimer"]
-
 NUM_EPISODES = 100  # that ended last, which means are taken over
 
 

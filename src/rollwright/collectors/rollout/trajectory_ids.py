@@ -13,8 +13,6 @@ from rollwright.collectors.core import TrajectoryIds
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.ledger.ledger import Ledger
 
-__all__ = ["TrajectoryPool", "replace_ended"]
-
 
 class TrajectoryPool:
     """Hands out trajectory ids, each once, in rising order.

@@ -13,8 +13,6 @@ from rollwright.data.llm.codec import Codec
 from rollwright.data.llm.skeleton import Between, Shape
 from rollwright.data.llm.turns import FinishReason, Message
 
-__all__ = ["TokenChain"]
-
 _ANSWER = "\ue000answer\ue001"  # stands where the model's answer would, to find what the template writes behind it
 
 

@@ -11,8 +11,6 @@ from rollwright.data.llm.turns import Message
 from rollwright.data.llm.verbatim import written_verbatim
 from rollwright.errors import require
 
-__all__ = ["ChatTemplate"]
-
 
 class ChatTemplate:
     """A tokenizer of transformers with its chat template.

@@ -9,8 +9,6 @@ from typing import Any
 
 from rollwright.data.llm.turns import Message
 
-__all__ = ["Codec"]
-
 _BREAK = "\ufdd0"  # a noncharacter: stands inside control tokens that a message spells out; never encoded
 _CACHED_TEXTS = 256
 _LONGEST_CACHED = 2000  # characters

@@ -10,8 +10,6 @@ from rollwright.data.llm.chat_template import ChatTemplate
 from rollwright.data.llm.turns import Message
 from rollwright.errors import require
 
-__all__ = ["messages_of"]
-
 _Render = Callable[..., str]
 _CHATML = re.compile(r"<\|im_start\|>([^\n<]+)\n(.*?)(<\|im_end\|>|\Z)\s*", re.DOTALL)
 _NAMES = ("chatml_format", "qwen")

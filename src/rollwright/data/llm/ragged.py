@@ -11,8 +11,6 @@ from torch import Tensor
 
 from rollwright._keys import NestedKey
 
-__all__ = ["as_list", "as_nested", "flat_records", "packed", "padded"]
-
 
 def as_list(batch: Any, key: NestedKey) -> list[Any]:
     """An entry of each record, in the order of ``batch.flatten()``; nothing is copied.

@@ -15,8 +15,6 @@ from rollwright.data.llm.history import ChatHistory, History, cells, message_col
 from rollwright.data.llm.turns import Turn
 from rollwright.data.unchecked import unchecked_td
 
-__all__ = ["RecordLayout", "empty_record", "record", "records", "stack_records"]
-
 STAGES = ("queue", "generation", "tool", "reward")
 _NUMBERS = ("group_id", "repeat", "prompt_index", "epoch", "turn", "sequence")
 _BATCH = torch.Size(())

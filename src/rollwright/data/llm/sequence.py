@@ -14,8 +14,6 @@ from rollwright.data.llm.ragged import flat_records
 from rollwright.data.llm.records import RecordLayout, record
 from rollwright.data.llm.turns import Turn
 
-__all__ = ["group_advantages", "training_sequences"]
-
 Batch = TypeVar("Batch", bound=TensorDictBase)
 
 _LAYOUT = RecordLayout(text=False)

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from rollwright.data.llm.turns import Message
 from rollwright.data.llm.verbatim import Verbatim
 
-__all__ = ["Between", "Skeletons"]
-
 _SPACE = "\u2003"  # white space that no template writes itself: shows where a text is stripped
 _STAND_IN = re.compile(f"({_SPACE}?)\ue000(\\d+)\ue001({_SPACE}?)")
 _MOST_SHAPES = 512

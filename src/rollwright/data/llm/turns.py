@@ -10,18 +10,6 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = [
-    "FinishReason",
-    "InputMode",
-    "LayoutName",
-    "LogProbMode",
-    "Message",
-    "Origin",
-    "Turn",
-    "Version",
-    "turn_seed",
-]
-
 Message = Mapping[str, Any]  # a chat message: "role", "content", perhaps "tool_calls", "tool_call_id", "name"
 Version = int | str  # of weights: a number, or a UUID
 InputMode = Literal["history", "text", "tokens"]  # what a prompt is

@@ -7,8 +7,6 @@ from typing import Any, Literal, NamedTuple
 
 from rollwright.errors import require
 
-__all__ = ["Verbatim", "written_verbatim"]
-
 # What an expression of a template may be: independent of what messages say; what a message says, perhaps stripped; the
 # same within other text; a message, or a list of them.
 _Kind = Literal["other", "text", "built", "messages"]

@@ -21,8 +21,6 @@ from rollwright.envs.llm.replies import Dialogue
 from rollwright.envs.llm.sources import NO_QUERY, DatasetSource, QuerySource
 from rollwright.errors import EnvError
 
-__all__ = ["ChatEnv", "DatasetChatEnv"]
-
 
 class ChatEnv(ConversationEnv):
     """Conversations of several turns, under nested keys.

@@ -21,8 +21,6 @@ from rollwright.envs.llm.talk import Step, Talk
 from rollwright.envs.llm.tools.toolset import Toolset, as_toolset, call_of
 from rollwright.errors import EnvError
 
-__all__ = ["DatasetConversations"]
-
 
 class DatasetConversations(Conversations):
     """Conversations about the prompts of a source, each in a slot.

@@ -12,8 +12,6 @@ import torch
 from rollwright.data.llm.turns import FinishReason, Message, Origin
 from rollwright.errors import EnvError
 
-__all__ = ["Answer", "Conversations", "Opening", "Outcome", "PromptDraw", "PromptSource"]
-
 
 @dataclass(frozen=True, slots=True)
 class PromptDraw:

@@ -26,8 +26,6 @@ from rollwright.errors import EnvError
 if TYPE_CHECKING:
     from rollwright._keys import NestedKey
 
-__all__ = ["ConversationEnv"]
-
 _NUMBERS = ("seed", "group_id", "repeat", "prompt_index", "epoch", "turn", "sequence")
 _FLAT = ("text_response", "tokens_response", "log_probs", "assistant_mask", "tokens_policy_version", "attention_mask")
 

@@ -13,8 +13,6 @@ from rollwright.envs.llm.env import ConversationEnv
 from rollwright.envs.llm.opening import PromptFormat
 from rollwright.envs.llm.sources import DatasetSource
 
-__all__ = ["LLMEnv", "batch_of"]
-
 
 class LLMEnv(ConversationEnv):
     """Prompts of a dataset, as they are, and one answer to each, under flat keys.

@@ -18,8 +18,6 @@ from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.failures import ExceptionInfo
 
-__all__ = ["Finished", "Jobs", "Lane", "ProcessLane", "ThreadLane"]
-
 _START_S = 120.0  # for a process to be ready
 _END_S = 2.0  # for a process to end
 

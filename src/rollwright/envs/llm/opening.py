@@ -13,8 +13,6 @@ from rollwright.envs.llm.core import Opening, PromptDraw
 from rollwright.envs.llm.rewards import place
 from rollwright.errors import EnvError
 
-__all__ = ["PromptFormat"]
-
 
 @dataclass(frozen=True)
 class PromptFormat:

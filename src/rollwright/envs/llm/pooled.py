@@ -11,8 +11,6 @@ from rollwright.envs.llm.core import Opening
 from rollwright.envs.llm.slot_row import Slots
 from rollwright.envs.llm.undelivered import Undelivered
 
-__all__ = ["Name", "Pooled"]
-
 Name = tuple[int, int]  # of a conversation: its group in the data of its environment, and its repeat
 
 

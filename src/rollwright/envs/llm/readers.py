@@ -16,8 +16,6 @@ import torch
 
 from rollwright.errors import EnvError
 
-__all__ = ["IndexedReader", "JsonLines", "Read", "RowReader", "StreamReader", "reader_of"]
-
 _MOST_MARKS = 256
 
 Row = Mapping[str, Any]

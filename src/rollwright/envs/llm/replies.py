@@ -12,8 +12,6 @@ import torch
 
 from rollwright.data.llm.turns import Message
 
-__all__ = ["Dialogue", "Environment", "Reply", "as_reply"]
-
 
 class Environment(Protocol):
     """What answers the model in one conversation.

@@ -13,8 +13,6 @@ from rollwright.data.llm.turns import Origin
 from rollwright.envs.llm.jobs import Lane, ProcessLane, ThreadLane
 from rollwright.errors import EnvError
 
-__all__ = ["Reward", "Sample", "as_rewards", "named"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:

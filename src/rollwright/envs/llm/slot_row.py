@@ -10,8 +10,6 @@ from rollwright.data.llm.turns import Message
 from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome, PromptSource
 from rollwright.envs.llm.undelivered import Undelivered
 
-__all__ = ["SlotRow", "Slots"]
-
 
 class SlotRow:
     """The conversation of a row.

@@ -13,8 +13,6 @@ from rollwright.envs.llm.core import Opening, PromptDraw, PromptSource
 from rollwright.envs.llm.readers import Read, Row, RowReader, reader_of
 from rollwright.errors import EnvError
 
-__all__ = ["NO_QUERY", "DatasetSource", "QuerySource"]
-
 _ENTRIES = ("seed", "repeats", "shard", "position", "delivered", "reader")  # of a state
 
 NO_QUERY = (

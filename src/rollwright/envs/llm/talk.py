@@ -15,8 +15,6 @@ from rollwright.envs.llm.rewards import Sample, place
 from rollwright.envs.llm.tools.core import ParsedAnswer, Tool, ToolCall, ToolSession
 from rollwright.errors import EnvError
 
-__all__ = ["Step", "Talk"]
-
 
 class Talk:
     """A conversation from its opening on.

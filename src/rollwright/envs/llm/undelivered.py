@@ -10,8 +10,6 @@ from rollwright.data.llm.turns import Origin
 from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Conversations, Opening, PromptSource
 
-__all__ = ["Undelivered"]
-
 
 class Undelivered:
     """Conversations of an environment that nobody got: they have ended, or are to begin again.

@@ -18,8 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollwright._keys import NestedKey
 
-__all__ = ["entry", "rows_of", "stacked", "tokens_of", "write"]
-
 
 def rows_of(td: TensorDictBase) -> list[TensorDictBase]:
     """The elements of a TensorDict, of batch size ``[]``, in order."""

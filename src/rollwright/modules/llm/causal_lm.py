@@ -10,8 +10,6 @@ from torch import nn
 
 from rollwright.errors import require
 
-__all__ = ["CausalLM"]
-
 _PURPOSE = "generation by a model of transformers"
 
 

@@ -18,8 +18,6 @@ from rollwright.modules.llm.causal_lm import CausalLM
 from rollwright.modules.llm.engine import Completion, Request
 from rollwright.modules.llm.sampling import Sampler, uniforms
 
-__all__ = ["Decoding", "Generator", "Row", "completion_of"]
-
 _AHEAD = 32  # tokens of each row whose random numbers are computed at once
 _ROOM = 64  # tokens that the history has room for at first
 

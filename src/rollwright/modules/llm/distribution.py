@@ -10,8 +10,6 @@ from torch.distributions import Distribution
 from rollwright.modules.llm.engine import Sampling
 from rollwright.modules.llm.sampling import restrict, token_log_probs
 
-__all__ = ["TokenDistribution"]
-
 
 class TokenDistribution(Distribution):
     """A categorical distribution for each token of padded sequences.

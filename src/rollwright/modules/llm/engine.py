@@ -17,8 +17,6 @@ _NO_COPY = (
     "function that builds it where it is needed, in place of policy."
 )
 
-__all__ = ["Completion", "Engine", "Request", "Sampling"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

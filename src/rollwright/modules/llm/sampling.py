@@ -31,18 +31,6 @@ from torch.nn import functional
 from rollwright.data.llm.turns import LogProbMode
 from rollwright.modules.llm.engine import Sampling
 
-__all__ = [
-    "Drawn",
-    "Sampler",
-    "child_seed",
-    "draw_by_rows",
-    "draw_by_tensors",
-    "restrict",
-    "sampling_of",
-    "token_log_probs",
-    "uniforms",
-]
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _GOLDEN_2, _MASK = 2 * 0x9E3779B97F4A7C15, 2**64 - 1
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)

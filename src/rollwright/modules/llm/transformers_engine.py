@@ -23,8 +23,6 @@ from rollwright.modules.llm.sampling import Sampler
 from rollwright.modules.modes import in_eval_mode
 from rollwright.weight_update.forms import flat_state, prepare
 
-__all__ = ["TransformersEngine", "check_requests"]
-
 _TOKEN_LIMIT_S = 600.0  # for one token of all rows, or one pass over prompts
 _PAUSE_LIMIT_S = 600.0
 

@@ -19,8 +19,6 @@ from rollwright.modules.llm.sampling import sampling_of
 from rollwright.modules.llm.transformers_engine import TransformersEngine
 from rollwright.modules.llm.wrapper import EngineWrapper, Keys, template_of
 
-__all__ = ["TransformersWrapper"]
-
 Side = Literal["left", "right"]  # of padding
 
 

@@ -17,8 +17,6 @@ from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
 from rollwright.modules.llm.transformers_engine import check_requests
 from rollwright.weight_update.forms import flat_state
 
-__all__ = ["VLLMEngine", "import_vllm"]
-
 
 def import_vllm() -> Any:
     """The package vllm.

@@ -13,8 +13,6 @@ from rollwright.modules.llm.sampling import sampling_of
 from rollwright.modules.llm.vllm_engine import VLLMEngine, import_vllm
 from rollwright.modules.llm.wrapper import EngineWrapper, Keys, template_of
 
-__all__ = ["vLLMWrapper"]
-
 
 class vLLMWrapper(EngineWrapper):
     """A ``vllm.LLM``: generates responses. Needs vLLM: ``pip install vllm`` (Linux, with a GPU).

@@ -19,8 +19,6 @@ from rollwright.modules.llm._rows import entry, rows_of, stacked, tokens_of, wri
 from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
 from rollwright.modules.llm.sampling import child_seed
 
-__all__ = ["EngineWrapper", "Keys", "template_of"]
-
 _MODES: tuple[InputMode, ...] = ("history", "text", "tokens")
 _NOWHERE = Origin(0, 0, 0, 0, 0)
 _CHATML = (

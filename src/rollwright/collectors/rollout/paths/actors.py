@@ -24,17 +24,6 @@ from rollwright.modules.signature import Call
 from rollwright.policies import ArrayPolicy, compile_policy
 from rollwright.policies.base import TensorPolicy
 
-__all__ = [
-    "CastActor",
-    "FlatActor",
-    "OnEntries",
-    "TensorActor",
-    "TensorDictActor",
-    "UndecidedActor",
-    "as_array",
-    "as_tensor",
-]
-
 
 class FlatActor(Actor):
     """A policy on arrays.

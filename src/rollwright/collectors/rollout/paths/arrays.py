@@ -25,8 +25,6 @@ from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, UnfitOutcome, V
 from rollwright.envs.on_arrays.tensordicts import as_tensordict
 from rollwright.errors import EnvError, NotNative, PolicyError
 
-__all__ = ["ArrayPath", "no_tensors", "reset_rows"]
-
 _FLAG = np.dtype(np.bool_)
 NEXT_VERSION = below_next(VERSION)
 VERSIONS = [VERSION, NEXT_VERSION]

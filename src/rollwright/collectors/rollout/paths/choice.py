@@ -54,8 +54,6 @@ from rollwright.policies import ArrayPolicy, array_policy
 from rollwright.policies.base import TensorPolicy
 from rollwright.policies.program import RandomActions
 
-__all__ = ["arrays_of", "choose_path", "dialogue_parts", "goes_by_itself", "plain_path"]
-
 T = TypeVar("T")
 
 _NO_END = (

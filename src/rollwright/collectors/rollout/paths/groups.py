@@ -19,8 +19,6 @@ from rollwright.data.specs.discrete import choices
 from rollwright.envs.arrays import ArrayEnv, Values
 from rollwright.errors import EnvError, NotNative, PolicyError
 
-__all__ = ["GroupedPath", "Group"]
-
 
 class Group:
     """A range of a batch's environments, and who acts in them.

@@ -12,8 +12,6 @@ from rollwright._keys import NestedKey, as_tuple, is_private, key_str, unravel
 from rollwright.collectors.rollout.paths.recording import FrameField
 from rollwright.envs.arrays import FLAGS, Entry, Values
 
-__all__ = ["BatchLayout", "below_next", "difference", "lay_out", "unfit"]
-
 Form = tuple[tuple[int, ...], np.dtype[Any]]
 
 

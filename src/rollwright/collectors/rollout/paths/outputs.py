@@ -10,18 +10,6 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 
-__all__ = [
-    "Before",
-    "changed_keys",
-    "entries",
-    "entries_before",
-    "entries_or_rows",
-    "entry_keys",
-    "has_entry",
-    "remove_entry",
-    "write_outputs",
-]
-
 Before = dict[NestedKey, Any] | list[Any]  # entries by key, or those of each row of a lazy stack
 
 

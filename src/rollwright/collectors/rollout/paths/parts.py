@@ -20,8 +20,6 @@ from rollwright.collectors.rollout.stats import StageTimer
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.envs.base import EnvBase
 
-__all__ = ["HandOver", "PathParts", "Taken"]
-
 
 class Taken(NamedTuple):
     """A step that another path has taken, or a part of one.

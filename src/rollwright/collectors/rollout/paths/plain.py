@@ -24,8 +24,6 @@ from rollwright.data.layout import end_of_trajectory
 from rollwright.modules.signature import Call
 from rollwright.policies.base import TensorPolicy
 
-__all__ = ["PlainPath"]
-
 
 class PlainPath(Path):
     """Steps an environment and a policy that speak TensorDict.

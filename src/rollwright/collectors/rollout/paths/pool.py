@@ -22,8 +22,6 @@ from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.errors import EnvError, NotNative
 from rollwright.modules.signature import Call
 
-__all__ = ["PoolFrame", "PoolPath"]
-
 
 class PoolFrame(NamedTuple):
     """A frame that is ready for a batch.

@@ -14,8 +14,6 @@ from rollwright._memory import MemoryPool
 from rollwright.data.layout import blank_frame, is_dense, stack_frames
 from rollwright.errors import RollwrightError
 
-__all__ = ["BatchMemory", "FrameField", "FrameList", "Recorder"]
-
 
 class RaggedError(RollwrightError):
     """A frame does not have the layout of the block's first frame."""

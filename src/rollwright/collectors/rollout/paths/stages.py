@@ -18,21 +18,6 @@ from rollwright.envs.base import EnvBase
 from rollwright.errors import PolicyError, PolicyKeyError
 from rollwright.modules.signature import Call
 
-__all__ = [
-    "Stage",
-    "Step",
-    "action_check",
-    "build_act",
-    "build_step",
-    "finite_check",
-    "mover",
-    "next_keys",
-    "ragged_keys",
-    "tag_act",
-    "tag_step",
-    "version_tag",
-]
-
 Stage = Callable[[TensorDictBase], TensorDictBase]
 Step = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase]]
 

@@ -26,8 +26,6 @@ from rollwright.envs.arrays import UnfitOutcome
 from rollwright.envs.own.tensors import OwnTensors, Tensors
 from rollwright.errors import NotNative, PolicyError
 
-__all__ = ["TensorPath"]
-
 NEXT_VERSION = below_next(VERSION)
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ParsedAnswer", "Tool", "ToolCall", "ToolParser", "ToolSession"]
-
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

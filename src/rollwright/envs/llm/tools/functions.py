@@ -12,8 +12,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from rollwright.envs.llm.tools.core import Tool, ToolSession
 
-__all__ = ["FunctionTool", "function_schema"]
-
 _PLAIN = {
     str: "string",
     int: "integer",

@@ -17,8 +17,6 @@ from typing import Any
 
 from rollwright.envs.llm.tools.core import Tool, ToolSession
 
-__all__ = ["PythonInterpreter"]
-
 _MARGIN_S = 10.0  # for the process to start, and for this one to kill it
 _START_S = 30.0
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from rollwright.envs.llm.tools.core import ParsedAnswer, ToolCall, ToolParser
 
-__all__ = ["JSONToolParser", "TemplateToolParser", "XMLToolParser", "parser_of"]
-
 _ATTRIBUTE = re.compile(r"""(\w+)\s*=\s*(?:"([^"]*)"|'([^']*)')""")
 _CHILD = re.compile(r"<(\w+)>(.*?)</\1>", re.DOTALL)
 _NO_JSON = (ValueError, RecursionError)  # a model may write any number of brackets

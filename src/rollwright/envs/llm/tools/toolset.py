@@ -12,8 +12,6 @@ from rollwright.envs.llm.tools.core import ParsedAnswer, Tool, ToolCall, ToolPar
 from rollwright.envs.llm.tools.functions import FunctionTool
 from rollwright.envs.llm.tools.parsers import parser_of
 
-__all__ = ["Toolset", "as_toolset", "call_of"]
-
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 

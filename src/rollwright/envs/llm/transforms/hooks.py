@@ -12,8 +12,6 @@ from rollwright.envs.llm.transforms.policy_version import PolicyVersion
 from rollwright.envs.transforms import Compose, RewardSum, StepCounter, Transform
 from rollwright.errors import NotNative
 
-__all__ = ["TurnHook", "turn_hooks"]
-
 TurnHook = Callable[[Turn, dict[str, Any]], None]
 
 

@@ -12,8 +12,6 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from rollwright.data.specs import Composite, NonTensor, Unbounded
 from rollwright.envs.transforms import Transform
 
-__all__ = ["PolicyVersion"]
-
 
 class PolicyVersion(Transform):
     """Counts versions of the policy's weights, and writes the current one into what resets and steps return.

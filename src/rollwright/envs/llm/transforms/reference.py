@@ -13,8 +13,6 @@ from rollwright.data.specs import Composite, Unbounded
 from rollwright.envs.transforms import Transform
 from rollwright.errors import PolicyError
 
-__all__ = ["KLRewardTransform", "RetrieveLogProb"]
-
 Model = Callable[[TensorDictBase], TensorDictBase]
 _ASSISTANT: NestedKey = ("masks", "all_assistant_mask")
 

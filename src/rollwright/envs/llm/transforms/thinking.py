@@ -11,8 +11,6 @@ from rollwright.envs.llm.env import ConversationEnv
 from rollwright.envs.transforms import Transform
 from rollwright.errors import EnvError
 
-__all__ = ["AddThinkingPrompt"]
-
 PROMPTS = (  # the first is the one that is sent unless another is asked for
     "Check your answer step by step, correct it where it is wrong, and answer again.",
     "This answer may be wrong. Go through it once more, and give your final answer.",

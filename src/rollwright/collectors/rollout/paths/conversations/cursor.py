@@ -15,8 +15,6 @@ from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Opening
 from rollwright.envs.llm.undelivered import Undelivered
 
-__all__ = ["ConversationCursor", "InProgress", "Names", "Saved"]
-
 
 class Names:
     """New ids for saved ones, each the same wherever it stands; or the saved ones."""

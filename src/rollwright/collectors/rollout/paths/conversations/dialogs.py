@@ -14,8 +14,6 @@ from rollwright.data.llm.turns import FinishReason, Message, Turn
 from rollwright.envs.llm.core import Answer, Opening, Outcome
 from rollwright.modules.llm.engine import Completion, Engine
 
-__all__ = ["Dialog", "EndedTurn", "name_of", "own"]
-
 
 @dataclass(slots=True)
 class EndedTurn:

@@ -10,8 +10,6 @@ import torch
 from rollwright.collectors.rollout.paths.conversations.dialogs import EndedTurn
 from rollwright.envs.checkpoint.packed import packed, unpacked
 
-__all__ = ["divided"]
-
 
 def divided(
     states: Sequence[Mapping[str, Any]], count: int, *, sizes: tuple[int, int], in_parts: bool

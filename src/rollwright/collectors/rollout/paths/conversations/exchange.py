@@ -17,8 +17,6 @@ from rollwright.envs.llm.transforms import TurnHook
 from rollwright.errors import EnvError, PolicyError, RollwrightError
 from rollwright.modules.llm.engine import Completion, Engine, Request
 
-__all__ = ["Exchange", "WaitsEnded"]
-
 _POLL_S = 0.002  # for answers, while tools and rewards are in progress
 _WAIT_S = 0.5  # for anything, before it is looked at whether the wait is in vain
 

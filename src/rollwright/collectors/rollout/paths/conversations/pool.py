@@ -28,8 +28,6 @@ from rollwright.envs.llm.undelivered import Undelivered
 from rollwright.errors import EnvError
 from rollwright.modules.signature import Call
 
-__all__ = ["ConversationPoolPath", "is_pool_of_conversations"]
-
 _SavedEnv = tuple[dict[str, Any], str | None]  # its state, and why its conversation begins again
 _Before = tuple[TensorDictBase, _SavedEnv]  # what a step is taken from
 _MANY = 16  # notes that an environment is sent without a need

@@ -15,8 +15,6 @@ from rollwright.data.llm.turns import Origin
 from rollwright.envs.llm.core import Opening, PromptDraw
 from rollwright.envs.llm.pooled import Name
 
-__all__ = ["PoolNotes", "loaded_frames", "opening_of", "saved_frames"]
-
 
 class PoolNotes:
     """Stands for the data of all environments of a pool: each learns later what was delivered of its own.

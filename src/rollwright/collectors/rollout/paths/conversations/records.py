@@ -13,8 +13,6 @@ from rollwright.collectors.rollout.paths.conversations.dialogs import EndedTurn
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.llm.records import RecordLayout, empty_record, record
 
-__all__ = ["RecordMaker"]
-
 Times = Sequence[Sequence[EndedTurn | None]]
 
 

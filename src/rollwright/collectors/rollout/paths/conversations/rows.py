@@ -25,8 +25,6 @@ from rollwright.envs.llm.core import Conversations, Opening
 from rollwright.envs.llm.env import ConversationEnv
 from rollwright.envs.llm.undelivered import Undelivered
 
-__all__ = ["ConversationRows", "acted_on_others", "blanked", "followed"]
-
 
 def followed(
     env: EnvBase, ids: TrajectoryIds, *, delivers_whole: bool

@@ -21,8 +21,6 @@ from rollwright.envs.llm.core import Conversations, Opening
 from rollwright.envs.llm.undelivered import Undelivered
 from rollwright.errors import EnvError
 
-__all__ = ["Dialogs", "Mark"]
-
 Times = list[list[EndedTurn | None]]  # turns by time and row; None: the row has none then
 
 

@@ -22,8 +22,6 @@ from rollwright.envs.llm.transforms import TurnHook
 from rollwright.errors import EnvError, NotNative
 from rollwright.modules.llm.engine import Engine
 
-__all__ = ["TurnPath"]
-
 
 class TurnPath(Path):
     """Takes turns of conversations: the engine answers, the environment follows.
