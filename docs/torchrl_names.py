@@ -14,6 +14,7 @@ NAMES, PAGE = FOLDER / "torchrl_names.txt", FOLDER / "torchrl_names.md"
 
 DIFFERENT = {
     "AsyncEnvPool": "makes a pool of threads or of processes, by `backend=`",
+    "BraxEnv": "takes `num_envs=` and `episode_length=`; the state of the simulation is not among the data",
     "CatFrames": "`as_inverse=True` is an error",
     "ConsumingSampler": "rows that are used up are not filled first: the ring overwrites the oldest",
     "DMControlEnv": "`set_seed(n)` gives the episodes of dm_control's `random=n`",
@@ -29,6 +30,7 @@ DIFFERENT = {
     "SqueezeTransform": "refuses a dimension of another size than one",
     "TargetReturn": "has the dtype of the reward",
     "VecNorm": "counts a reset in its rows alone; states are shared by `state_dict()`",
+    "VmasEnv": "tells `terminated` and `truncated` apart; agents that differ are groups of their own",
     "VecNormV2": "`stateful=False`, `lock=` and `shared_data=` are not there",
     "set_gym_backend": "`'gym'` means gymnasium, with a warning",
 }

@@ -7,7 +7,9 @@ from typing import Any
 __all__ = [
     "class_path",
     "foreign_transform",
+    "is_brax_env",
     "is_dm_env",
+    "is_gymnax_env",
     "is_pettingzoo_env",
     "is_torchrl_buffer",
     "is_torchrl_env",
@@ -51,6 +53,16 @@ def kind_in(library: str, thing: Any) -> list[str]:
     """
     bases = type(thing).__mro__
     return [base.__name__ for base in bases if base.__module__.partition(".")[0] == library]
+
+
+def is_brax_env(thing: Any) -> bool:
+    """Whether an object is an environment of Brax, or one of MuJoCo Playground, which are used as these."""
+    return "Env" in kind_in("brax", thing) or "MjxEnv" in kind_in("mujoco_playground", thing)
+
+
+def is_gymnax_env(thing: Any) -> bool:
+    """Whether an object is an environment of gymnax."""
+    return "Environment" in kind_in("gymnax", thing)
 
 
 def is_dm_env(thing: Any) -> bool:

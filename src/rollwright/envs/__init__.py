@@ -10,10 +10,14 @@ from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.batched.parallel import ParallelEnv
 from rollwright.envs.env_creator import EnvCreator, env_creator
 from rollwright.envs.libs import (
+    BraxEnv,
+    BraxWrapper,
     DMControlEnv,
     DMControlWrapper,
     EnvPoolEnv,
     GymEnv,
+    GymnaxEnv,
+    GymnaxWrapper,
     GymWrapper,
     PettingZooEnv,
     PettingZooWrapper,
@@ -84,6 +88,8 @@ __all__ = [
     "ActionScaling",
     "AsyncEnvPool",
     "BinarizeReward",
+    "BraxEnv",
+    "BraxWrapper",
     "CatFrames",
     "CatTensors",
     "CategoricalAction",
@@ -106,6 +112,8 @@ __all__ = [
     "GrayScale",
     "GymEnv",
     "GymWrapper",
+    "GymnaxEnv",
+    "GymnaxWrapper",
     "InitTracker",
     "LLMEnv",
     "NoopResetEnv",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import gymnasium
@@ -11,8 +12,19 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from rollwright._processes.child import Child
 from rollwright.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
-from rollwright.envs import AsyncEnvPool, EnvCreator, GymEnv, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
-from rollwright.errors import EnvError
+from rollwright.envs import (
+    AsyncEnvPool,
+    BraxEnv,
+    EnvCreator,
+    GymEnv,
+    GymnaxEnv,
+    ParallelEnv,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+    VmasEnv,
+)
+from rollwright.errors import EnvError, MissingExtraError
 
 
 def vector():
@@ -217,3 +229,18 @@ def test_arguments_that_a_function_does_not_take_are_refused():
 def test_actions_of_a_name_are_integers_and_those_of_gym_env_are_one_hot():
     assert batches("CartPole-v1")[0]["action"].dtype == torch.int64
     assert batches(lambda: GymEnv("CartPole-v1"))[0]["action"].shape == (20, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "module", "extra"),
+    [
+        (lambda: VmasEnv("balance", 2), "vmas", "vmas"),
+        (lambda: BraxEnv("ant", 2), "brax", "brax"),
+        (lambda: GymnaxEnv("CartPole-v1", 2), "gymnax", "gymnax"),
+    ],
+    ids=["vmas", "brax", "gymnax"],
+)
+def test_simulators_that_are_not_installed_are_named(monkeypatch, make, module, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'rollwright\[{extra}\]'"):
+        make()

@@ -125,8 +125,8 @@ def network(width):
     return nn.Sequential(nn.Linear(width, 2), nn.Tanh())
 
 
-def made(kind, *, workers=None, env=None, **options):
-    env = VmasWrapper(MAKERS[kind]()) if env is None else env
+def made(kind, *, workers=None, env=None, together=False, **options):
+    env = VmasWrapper(MAKERS[kind](), reset_together=together) if env is None else env
     width = env.observation_spec["agents", "observation"].shape[-1]
     policy = TensorDictModule(network(width), [("agents", "observation")], [("agents", "action")])
     more = {} if workers is None else {"num_collectors": workers, "sync": True}
@@ -199,6 +199,36 @@ def test_frames_are_those_of_a_loop_by_hand(kind, options):
     ids = torch.cat([batch["collector", "traj_ids"] for batch in batches], 1)
     done = torch.cat([batch["next", "done"].squeeze(-1) for batch in batches], 1)
     assert torch.equal(ids[:, 1:] != ids[:, :-1], done[:, :-1])
+
+
+@kinds
+def test_all_are_reset_together_and_those_that_go_on_are_put_back(kind):
+    with made(kind, together=True) as collector:
+        data = torch.cat([batch.clone() for batch in collector], 1)
+    done, seen = data["next", "done"].squeeze(-1), data["agents", "observation"]
+    after = data["next", "agents", "observation"]
+    assert torch.equal(seen[:, 1:][~done[:, :-1]], after[:, :-1][~done[:, :-1]])
+    assert not (seen[:, 1:][done[:, :-1]] == after[:, :-1][done[:, :-1]]).flatten(1).all(1).any()
+    ends = [row.nonzero().flatten() for row in done]
+    assert all(int(end.diff().max()) <= LIMIT for end in ends)
+    assert data["next", "truncated"].any()
+
+
+def test_a_scenario_that_draws_for_all_is_not_reset_together():
+    env = fake()
+    reset = env.reset
+
+    def shifted(**kwargs):
+        env.agents[0].goal = getattr(env.agents[0], "goal", 0) + 1
+        return reset(**kwargs)
+
+    found, env.reset, env.scenario = env._found, shifted, env
+    env._found = lambda seen, rewards, infos, dones: [
+        [one + getattr(env.agents[0], "goal", 0) for one in found(True, False, False, False)[0]],
+        *found(False, rewards, infos, dones),
+    ]
+    with pytest.raises(ValueError, match="reset_together: expected a scenario whose state are tensors"):
+        VmasWrapper(env, reset_together=True)
 
 
 def test_what_is_terminated_and_what_is_truncated():

@@ -11,11 +11,20 @@ import gymnasium
 from gymnasium.vector import VectorEnv
 from torch import nn
 
-from rollwright._foreign import class_path, is_dm_env, is_pettingzoo_env, is_torchrl_env, is_vmas_env, kind_in
+from rollwright._foreign import (
+    class_path,
+    is_brax_env,
+    is_dm_env,
+    is_pettingzoo_env,
+    is_torchrl_env,
+    is_vmas_env,
+    kind_in,
+)
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs._registered import check_registered
 from rollwright.envs.libs.dm_control import DMControlWrapper
 from rollwright.envs.libs.gym import GymEnv, GymWrapper
+from rollwright.envs.libs.jax_envs import BraxWrapper
 from rollwright.envs.libs.pettingzoo import PettingZooWrapper
 from rollwright.envs.libs.torchrl import TorchRLWrapper
 from rollwright.envs.libs.vector.batched import BatchedEnv, is_batched
@@ -53,8 +62,10 @@ _LIBRARIES = (
     _Library(is_dm_env, partial(DMControlWrapper, categorical_action_encoding=True), DMControlWrapper, "dm_env"),
     _Library(is_pettingzoo_env, _wrap_pettingzoo, PettingZooWrapper, "pettingzoo_env"),
     _Library(is_vmas_env, VmasWrapper, VmasWrapper, "vmas_env"),
+    _Library(is_brax_env, BraxWrapper, BraxWrapper, "inner"),
 )
 _REMEDIES = {  # by the library of an object that cannot be taken
+    "gymnax": "Say how many: GymnaxWrapper(env, params, num_envs=1024), or GymnaxEnv(env_name, num_envs=1024).",
     "gym": (
         "It is of the gym package, which gymnasium has replaced: make it with gymnasium.make(name), or put it into "
         "GymV26CompatibilityV0 of the shimmy package."

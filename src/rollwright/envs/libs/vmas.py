@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,8 +41,9 @@ class VmasWrapper(EnvBase):
     ``truncated`` that ``max_steps`` are over, whatever ``terminated_truncated`` of VMAS is.
 
     What has ended is reset by ``reset_at``, one environment after another, and by ``reset`` where all have ended at
-    once, which is far cheaper. Which have ended is the one thing that the host reads in a step; VMAS itself reads
-    whether actions are in range (not with ``python -O``).
+    once, which is far cheaper. With ``reset_together``, it is always ``reset``, and those that go on are put back: the
+    choice for many environments that end each at its own time. Which have ended is the one thing that the host reads in
+    a step; VMAS itself reads whether actions are in range (not with ``python -O``).
 
     VMAS draws from one generator for all of its environments; here, each goes on with its own.
 
@@ -51,6 +53,9 @@ class VmasWrapper(EnvBase):
         group_map: names of groups with lists of agents, or a ``MarlGroupMapType``. None: agents called ``name_0``,
             ``name_1`` form the group ``name``; if any agent is called otherwise, or only ``agent`` would remain, all
             form ``"agents"``. Where the agents of such a group have different spaces, each is a group.
+        reset_together: see above. It draws other random numbers than ``reset_at``, and puts back what is a tensor
+            ``[num_envs, ...]`` in the scenario, the world, and what these hold; nothing else may differ between
+            environments.
 
     Raises:
         TypeError: ``env`` is no environment of VMAS.
@@ -68,7 +73,9 @@ class VmasWrapper(EnvBase):
     resets_by_mask = True
     _not_saved = ("_last",)
 
-    def __init__(self, env: Any, *, categorical_actions: bool = True, group_map: Any = None) -> None:
+    def __init__(
+        self, env: Any, *, categorical_actions: bool = True, group_map: Any = None, reset_together: bool = False
+    ) -> None:
         if not is_vmas_env(env):
             raise TypeError(
                 f"env: expected an environment of VMAS, got {class_path(env)}. Pass what vmas.make_env(...) returns "
@@ -76,7 +83,7 @@ class VmasWrapper(EnvBase):
             )
         super().__init__(device=env.device, batch_size=[env.num_envs])
         self.vmas_env = env
-        self.categorical_actions = categorical_actions
+        self.categorical_actions, self.reset_together = categorical_actions, reset_together
         self._generators = list(env.vmas_random_state)  # VMAS's own: of torch, of NumPy, of Python
         names = [agent.name for agent in env.agents]
         with self._own():
@@ -90,6 +97,8 @@ class VmasWrapper(EnvBase):
         self.group_map = self._grouped(group_map, spaces)
         self._rows = {group: [names.index(agent) for agent in agents] for group, agents in self.group_map.items()}
         self._set_specs(seen, infos)
+        if reset_together:
+            self._check_put_back()
 
     def _grouped(self, given: Any, spaces: Mapping[str, Any]) -> dict[str, list[str]]:
         agents = list(spaces)
@@ -106,6 +115,32 @@ class VmasWrapper(EnvBase):
                     f"{ {agent: spaces[agent] for agent in members} }. Put them into different groups."
                 )
         return groups
+
+    def _check_put_back(self) -> None:
+        """Test that a reset of all environments can be undone.
+
+        Raises:
+            ValueError: something else differs after it.
+        """
+        drawn, rows = self._generators, torch.ones(self.batch_size, dtype=torch.bool, device=self.device)
+        first = self._observations()
+        for _ in range(8):  # a choice between few may be the same by chance
+            with self._own() as env, _put_back(env, rows):
+                env.reset(return_observations=False)
+            drawn_now, self._generators = self._generators, drawn  # noise is that of before
+            now, self._generators = self._observations(), drawn_now
+            if not bool((first == now).all()):
+                raise ValueError(
+                    f"reset_together: expected a scenario whose state are tensors [num_envs, ...], got "
+                    f"{class_path(self.vmas_env.scenario)}, in which a reset changes something for all environments. "
+                    "Leave it out."
+                )
+        self._generators = drawn
+
+    def _observations(self) -> TensorDict:
+        with self._own() as env:
+            seen, infos = env.get_from_scenario(True, False, True, False)
+        return self._observed(seen, infos).select(*((group, "observation") for group in self._rows))
 
     def _set_specs(self, seen: Sequence[Any], infos: Sequence[Any]) -> None:
         num, device = self.batch_size[0], self.device
@@ -186,6 +221,9 @@ class VmasWrapper(EnvBase):
         with self._own() as env:
             if ended is None or ended.all():
                 env.reset(return_observations=False, **kwargs)
+            elif self.reset_together:
+                with _put_back(env, ~cast(Tensor, marks).reshape(-1)):
+                    env.reset(return_observations=False, **kwargs)
             else:
                 for i in np.flatnonzero(ended).tolist():
                     env.reset_at(i, return_observations=False, **kwargs)
@@ -234,6 +272,7 @@ class VmasEnv(VmasWrapper):
         categorical_actions: see :class:`VmasWrapper`.
         seed: of the environment; None: it goes on with the generator that VMAS has.
         group_map: see :class:`VmasWrapper`.
+        reset_together: likewise.
         device: where it is simulated.
         scenario_kwargs: arguments of the scenario.
         **kwargs: go to ``vmas.make_env``, and on to the scenario.
@@ -257,6 +296,7 @@ class VmasEnv(VmasWrapper):
         categorical_actions: bool = True,
         seed: int | None = None,
         group_map: Any = None,
+        reset_together: bool = False,
         device: torch.device | str | int | None = None,
         scenario_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -276,7 +316,9 @@ class VmasEnv(VmasWrapper):
             )
         except Exception as error:
             raise EnvError(f"VmasEnv({scenario!r}): VMAS raised {type(error).__name__}: {error}") from error
-        super().__init__(env, categorical_actions=categorical_actions, group_map=group_map)
+        super().__init__(
+            env, categorical_actions=categorical_actions, group_map=group_map, reset_together=reset_together
+        )
 
     available_envs = Available(lambda: _scenarios(), "Names of the scenarios that VMAS has.")
 
@@ -295,6 +337,35 @@ def _by_name(agents: Sequence[str]) -> dict[str, list[str]]:
             return {"agents": list(agents)}
         groups.setdefault(name, []).append(agent)
     return {"agents": groups["agent"]} if list(groups) == ["agent"] else groups
+
+
+def _held(env: Any) -> list[tuple[Any, Any]]:
+    """Where a simulator holds tensors of all of its environments: a dictionary or list, and the place in it."""
+    found, todo, known = [], [vars(env)], set()
+    while todo:
+        inside: Any = todo.pop()
+        for name, value in list(inside.items() if isinstance(inside, dict) else enumerate(inside)):
+            if isinstance(value, Tensor):
+                if value.ndim and len(value) == env.num_envs and not isinstance(inside, tuple):
+                    found.append((inside, name))
+            elif not isinstance(value, (type, FunctionType, MethodType, ModuleType)):
+                parts = value if isinstance(value, (dict, list, tuple)) else getattr(value, "__dict__", None)
+                if parts is not None and id(parts) not in known:
+                    known.add(id(parts))
+                    todo.append(parts)
+    return found
+
+
+@contextmanager
+def _put_back(env: Any, rows: Tensor) -> Iterator[None]:
+    """Leave some environments as they are, whatever the block does to all."""
+    before = [(inside, name, inside[name].clone()) for inside, name in _held(env)]
+    yield
+    for inside, name, kept in before:
+        now = inside[name]
+        if isinstance(now, Tensor) and now.shape == kept.shape:
+            merged = torch.where(rows.reshape(-1, *[1] * (now.ndim - 1)), kept, now)
+            inside[name] = merged if 0 in now.stride() else now.copy_(merged)  # in place, for others may hold it
 
 
 def _shapes(values: Any) -> Any:
