@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from rollwright._keys import as_tuple
-from rollwright.data.layout import DONE, TERMINATED, TRAJ_IDS, TRUNCATED, DoneGroup, done_groups
+from rollwright._keys import NestedKey, as_tuple
+from rollwright.data.layout import DONE, TERMINATED, TRAJ_IDS, TRUNCATED, deciding_groups, done_groups
+from rollwright.data.layout.boundaries import any_of
 from rollwright.data.layout.runs import find_mask
 
 _CHUNK = 1_000_000  # frames read at once from data that may be larger than memory
@@ -68,8 +69,8 @@ class FrameColumns(NamedTuple):
                 "batch: expected a flag ('next', 'done') that says where episodes end, and there is none. Pass frames "
                 "as a collector or rollout() delivers them."
             )
-        groups = groups[:1] if groups[0].prefix == () else groups
-        done = _any_flag(outcome, groups, "done", batch)
+        groups = deciding_groups(groups)
+        done = _any_flag(outcome, [group.done for group in groups], batch)
         rewards = outcome.get("reward", None)
         ids = batch.get(TRAJ_IDS, None)
         mask = next((found for place in ("collector", None) if (found := find_mask(batch, place)) is not None), None)
@@ -82,7 +83,7 @@ class FrameColumns(NamedTuple):
         return cls(
             np.zeros(done.shape) if rewards is None else _rows(rewards, batch).sum(-1, dtype=np.float64),
             done,
-            _any_flag(outcome, groups, "terminated", batch),
+            _any_flag(outcome, [group.terminated for group in groups], batch),
             ids,
             taken,
             rewards is not None,
@@ -94,12 +95,10 @@ def _rows(value: Tensor, batch: TensorDictBase) -> NDArray[Any]:
     return value.detach().cpu().reshape(-1, batch.batch_size[-1], value.shape[batch.ndim :].numel()).numpy()
 
 
-def _any_flag(outcome: TensorDictBase, groups: list[DoneGroup], name: str, batch: TensorDictBase) -> NDArray[np.bool_]:
-    """Bool ``[rows, T]``: the flag of any deciding group is set."""
-    flags = [outcome.get(getattr(group, name), None) for group in groups]
-    found = [_rows(flag, batch).any(-1) for flag in flags if flag is not None]
-    shape = (batch.batch_size[:-1].numel(), batch.batch_size[-1])
-    return np.logical_or.reduce(found) if found else np.zeros(shape, dtype=bool)
+def _any_flag(outcome: TensorDictBase, keys: list[NestedKey], batch: TensorDictBase) -> NDArray[np.bool_]:
+    """Bool ``[rows, T]``: any of the flags is set, of those that there are."""
+    flags = [flag for key in keys if (flag := outcome.get(key, None)) is not None]
+    return _rows(any_of(flags, outcome, batch.ndim), batch)[..., 0].astype(bool)
 
 
 class EpisodeScan:

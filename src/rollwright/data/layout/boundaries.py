@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -128,13 +129,15 @@ def end_of_trajectory(td: TensorDictBase, groups: list[DoneGroup], batch_ndim: i
     Returns:
         bool ``[*batch]``: any flag of the environment is set.
     """
-    ended: torch.Tensor | None = None
-    for group in deciding_groups(groups):
-        flag = any_below(td.get(group.done), batch_ndim)
-        ended = flag if ended is None else ended | flag
-    if ended is None:
+    return any_of((td.get(group.done) for group in deciding_groups(groups)), td, batch_ndim)
+
+
+def any_of(flags: Iterable[torch.Tensor], td: TensorDictBase, batch_ndim: int) -> torch.Tensor:
+    """Whether any of some flags of a TensorDict is set, bool ``[*batch]``."""
+    found = [any_below(flag, batch_ndim) for flag in flags]
+    if not found:
         return torch.zeros(td.batch_size[:batch_ndim], dtype=torch.bool, device=device_of(td))
-    return ended
+    return functools.reduce(torch.logical_or, found)
 
 
 def any_below(flag: torch.Tensor, batch_ndim: int) -> torch.Tensor:
@@ -156,7 +159,7 @@ def mark_truncated(groups: Iterable[DoneGroup], outcome: TensorDictBase, batch_n
     Raises:
         RuntimeError: a group has no ``truncated`` flag.
     """
-    cut_at: torch.Tensor | None = None
+    cuts = []
     for group in groups:
         if group.truncated is None:
             raise RuntimeError(
@@ -166,8 +169,5 @@ def mark_truncated(groups: Iterable[DoneGroup], outcome: TensorDictBase, batch_n
         cut = ~outcome.get(group.done)
         outcome.get(group.truncated).logical_or_(cut)
         outcome.get(group.done).logical_or_(cut)
-        cut = any_below(cut, batch_ndim)
-        cut_at = cut if cut_at is None else cut_at | cut
-    if cut_at is None:
-        return torch.zeros(outcome.batch_size[:batch_ndim], dtype=torch.bool, device=device_of(outcome))
-    return cut_at
+        cuts.append(cut)
+    return any_of(cuts, outcome, batch_ndim)

@@ -111,7 +111,7 @@ class Keeper:
         record.last = request.number
         refused = self.refusal(record.writer)
         if refused is not None:
-            return self._answered(client, request.number, lambda: _refuse(refused))
+            return self._failed(client, request.number, PermissionError(f"{refused}."))
         try:
             given = unpack(request.body, pieces)
         except Exception as error:  # whatever a class does that the service lacks, or has in another version
@@ -210,17 +210,21 @@ class Keeper:
         done: list[tuple[str, Answer]] = []
         for waiting in list(self._waiting):
             limiter, now = self.buffer.limiter, time.monotonic()
+            client, number = waiting.client, waiting.request.number
             if limiter is None or limiter.may_draw(waiting.size):
-                do: Callable[[], Any] = partial(self.buffer.draw_batch, waiting.size)
+                answer = self._answered(client, number, partial(self.buffer.draw_batch, waiting.size))
             elif self.buffer.write_count != waiting.inserted:
                 waiting.inserted, waiting.since = self.buffer.write_count, now
                 continue
             elif now - waiting.since > limiter.timeout_s:
-                do = partial(_time_out, limiter.lacks(waiting.size), limiter.timeout_s)
+                why = (
+                    f"waited {limiter.timeout_s:g} s: {limiter.lacks(waiting.size)}, and nothing was inserted meanwhile"
+                )
+                answer = self._failed(client, number, TimeoutError(f"{why}. Collect more, or faster."))
             else:
                 continue
             self._waiting.remove(waiting)
-            done.append((waiting.client, self._answered(waiting.client, waiting.request.number, do)))
+            done.append((client, answer))
         return done
 
     @property
@@ -259,11 +263,3 @@ class Keeper:
             self._dumps.finish(self)
         except Exception as error:
             raise OSError(f"what the buffer holds could not be saved, and its last dump is older: {error}") from error
-
-
-def _refuse(why: str) -> None:
-    raise PermissionError(f"{why}.")
-
-
-def _time_out(why: str, limit_s: float) -> None:
-    raise TimeoutError(f"waited {limit_s:g} s: {why}, and nothing was inserted meanwhile. Collect more, or faster.")
