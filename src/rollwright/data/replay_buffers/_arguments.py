@@ -83,6 +83,18 @@ def check_given(
         raise ValueError("pin_memory: torch sees no CUDA device to pin memory for. Leave it out.")
 
 
+def size_of_batch(given: int | None, default: int | None) -> int:
+    """How many elements a batch has.
+
+    Raises:
+        ValueError, TypeError: it is no number, or there is none.
+    """
+    size = default if given is None else positive("batch_size", given)
+    if size is None:
+        raise ValueError("batch_size: expected it in sample() or in the constructor, got it in neither.")
+    return size
+
+
 def dimension(name: str, value: int | None, ndim: int) -> int:
     """A dimension, counted from the front; None: the last.
 

@@ -38,6 +38,7 @@ from rollwright.data.replay_buffers._arguments import (
     inverted,
     made,
     parts_of,
+    size_of_batch,
     stacked,
     with_info,
 )
@@ -350,9 +351,7 @@ class ReplayBuffer:
     def draw_batch(self, batch_size: int | None = None) -> tuple[Any, dict[str, Any], bool]:
         """A batch, what the sampler returned with it, and whether it ended a pass of the sampler."""
         self.fillers.raise_error()
-        size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
-        if size is None:
-            raise ValueError("batch_size: expected it in sample() or in the constructor, got it in neither.")
+        size = size_of_batch(batch_size, self.batch_size)
         if self._prefetcher is not None and size != self.batch_size:
             raise self._not_prefetched(size)
         if self.limiter is None:

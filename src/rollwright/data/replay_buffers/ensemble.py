@@ -17,11 +17,13 @@ from rollwright.data.loading import load_saved, save
 from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._arguments import (
     Transform,
+    check_given,
     check_names,
     checked_transform,
     insert,
     inverse_of,
     parts_of,
+    size_of_batch,
     stacked,
 )
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
@@ -98,8 +100,7 @@ class ReplayBufferEnsemble:
             raise ValueError("sample_from_all draws every member once, and excludes p and num_buffer_sampled.")
         if routing_key is not None and routing_dim is not None:
             raise ValueError("routing_key and routing_dim were both given. Pass one of them.")
-        if collate_fn is not None and not callable(collate_fn):
-            raise TypeError(f"collate_fn: expected a callable, got {type(collate_fn).__name__}.")
+        check_given(collate_fn, None, None, generator, limiter, pin_memory=False)
         self.members = list(buffers)
         self.transforms: list[Transform] = []
         if transform is not None:
@@ -122,8 +123,6 @@ class ReplayBufferEnsemble:
         self.share(shared)
 
     def _limit(self, limiter: SampleToInsertRatio) -> None:
-        if not isinstance(limiter, SampleToInsertRatio):
-            raise TypeError(f"limiter: expected a SampleToInsertRatio, got {type(limiter).__name__}: {limiter!r}.")
         members = self.members
         if any(member.insert_limiter is not None for member in members):
             raise ValueError("limiter: expected members without one of their own. Give it to the ensemble alone.")
@@ -243,9 +242,7 @@ class ReplayBufferEnsemble:
 
         Where elements are TensorDicts, ``"index"`` holds ``"buffer_ids"`` and ``"index"``.
         """
-        size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
-        if size is None:
-            raise ValueError("batch_size: expected it in sample() or in the constructor, got it in neither.")
+        size = size_of_batch(batch_size, self.batch_size)
         for member in self.members:
             member.fillers.raise_error()
         row_size = self._row_size(size)
