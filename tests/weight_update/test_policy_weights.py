@@ -10,11 +10,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
+from tests.policy_ways import WAYS, Learned, every_way
 from torch import nn
 
 from rollwright._processes.pickling import dumps
 from rollwright.envs import GymEnv
-from rollwright.testing.transports.policies import WAYS, Learned, every_way
 from rollwright.weight_update.forms import flat_state, prepare
 from rollwright.weight_update.policy_weights import JoinedWeights, weights_of
 

@@ -21,10 +21,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rollwright.envs.base import EnvBase
-from rollwright.testing._compare import MakeEnv
-from rollwright.testing._env_checks import CHECKS
+from rollwright.testing import env_checks
+from rollwright.testing.comparison import MakeEnv
+from rollwright.testing.suites import add_tests, checks_in
 
-__all__ = ["CHECKS", "EnvConformance", "check_env"]
+CHECKS = checks_in(env_checks)
+"""By name: each is called with a function that makes the environment, a seed, and a number of steps."""
 
 
 def check_env(
@@ -78,12 +80,12 @@ def check_env(
 class EnvConformance:
     """The checks of :func:`check_env` as pytest tests: inherit, and define how to make the environment.
 
+    Each check is a method ``test_<name>``; override one with ``None`` to leave it out.
+
     Attributes:
         seed: as in :func:`check_env`.
         num_steps: as in :func:`check_env`.
         stochastic: as in :func:`check_env`.
-
-    Override a test with ``None`` to leave it out.
 
     Example:
         >>> from rollwright.testing.mocking_classes import CountingEnv
@@ -100,47 +102,10 @@ class EnvConformance:
         """Return a new environment; to be overridden."""
         raise TypeError(f"{type(self).__name__} has no make_env: define `make_env(self)`, returning an environment.")
 
-    def test_specs(self) -> None:
-        """See the check ``specs``."""
-        CHECKS["specs"](self.make_env, self.seed, self.num_steps)
+    def check(self, name: str) -> None:
+        """Run one check; that of different seeds where the environment is random."""
+        if self.stochastic or name != "different_seeds":
+            CHECKS[name](self.make_env, self.seed, self.num_steps)
 
-    def test_reset(self) -> None:
-        """See the check ``reset``."""
-        CHECKS["reset"](self.make_env, self.seed, self.num_steps)
 
-    def test_step(self) -> None:
-        """See the check ``step``."""
-        CHECKS["step"](self.make_env, self.seed, self.num_steps)
-
-    def test_flags(self) -> None:
-        """See the check ``flags``."""
-        CHECKS["flags"](self.make_env, self.seed, self.num_steps)
-
-    def test_same_seed(self) -> None:
-        """See the check ``same_seed``."""
-        CHECKS["same_seed"](self.make_env, self.seed, self.num_steps)
-
-    def test_different_seeds(self) -> None:
-        """See the check ``different_seeds``."""
-        if self.stochastic:
-            CHECKS["different_seeds"](self.make_env, self.seed, self.num_steps)
-
-    def test_partial_reset(self) -> None:
-        """See the check ``partial_reset``."""
-        CHECKS["partial_reset"](self.make_env, self.seed, self.num_steps)
-
-    def test_last_observation(self) -> None:
-        """See the check ``last_observation``."""
-        CHECKS["last_observation"](self.make_env, self.seed, self.num_steps)
-
-    def test_aliasing(self) -> None:
-        """See the check ``aliasing``."""
-        CHECKS["aliasing"](self.make_env, self.seed, self.num_steps)
-
-    def test_arrays(self) -> None:
-        """See the check ``arrays``."""
-        CHECKS["arrays"](self.make_env, self.seed, self.num_steps)
-
-    def test_close(self) -> None:
-        """See the check ``close``."""
-        CHECKS["close"](self.make_env, self.seed, self.num_steps)
+add_tests(EnvConformance, CHECKS, EnvConformance.check)

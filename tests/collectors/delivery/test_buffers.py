@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.fakes.nested import NestedCountingEnv
 from tests.variants import in_turn
 
 from rollwright.collectors import Collector, Interruptor
@@ -20,7 +21,7 @@ from rollwright.data import (
     TensorDictReplayBuffer,
 )
 from rollwright.envs import GymEnv, SerialEnv
-from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv, NestedCountingEnv
+from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv
 
 ENVS = {
     "single": lambda: GymEnv("CartPole-v1"),

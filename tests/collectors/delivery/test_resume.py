@@ -34,7 +34,8 @@ from rollwright.data import Bounded, Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv
 from rollwright.envs.transforms import Compose, InitTracker, RewardSum, StepCounter, TensorDictPrimer, VecNorm
 from rollwright.errors import NotNative
-from rollwright.testing.mocking_classes import CountingEnvWithString, NestedCountingEnv
+from rollwright.testing.mocking_classes import CountingEnvWithString
+from tests.fakes.nested import NestedCountingEnv
 
 class Streams(EnvBase):
     "Draws from the global generators of NumPy, of Python and of torch."

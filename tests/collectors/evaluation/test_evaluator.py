@@ -14,6 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
+from tests.policy_ways import one_way
 from torch import nn
 
 from rollwright.collectors.evaluation.evaluator import Evaluator
@@ -33,7 +34,6 @@ from rollwright.envs import (
 )
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.batched.parallel import ParallelEnv
-from rollwright.testing.transports.policies import one_way
 
 BACKENDS = ["thread", "process"]
 backends = pytest.mark.parametrize("backend", BACKENDS)

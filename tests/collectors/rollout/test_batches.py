@@ -8,21 +8,18 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict
 from tensordict.nn import TensorDictModule
-from torch import nn
-
-from rollwright.envs import GymEnv, SerialEnv
-from rollwright.testing.mocking_classes import (
-    CountingBatchedEnv,
-    CountingEnv,
-    CountingEnvWithString,
-    EnvWithDynamicSpec,
-    EnvWithMetadata,
+from tests.fakes.nested import (
     HeterogeneousCountingEnv,
     HeterogeneousCountingEnvPolicy,
     MultiKeyCountingEnv,
     MultiKeyCountingEnvPolicy,
     NestedCountingEnv,
 )
+from tests.fakes.odd import EnvWithDynamicSpec, EnvWithMetadata
+from torch import nn
+
+from rollwright.envs import GymEnv, SerialEnv
+from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv, CountingEnvWithString
 
 CARTPOLE = {
     "single": (lambda: GymEnv("CartPole-v1"), ()),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.fakes.nested import MultiKeyCountingEnv, NestedCountingEnv
+from tests.fakes.odd import FastImageEnv
 from tests.variants import in_turn
 
 from rollwright.collectors import MultiSyncCollector
 from rollwright.collectors.utils import restore_next
 from rollwright.data import Composite, Unbounded
 from rollwright.envs import GymEnv, SerialEnv
-from rollwright.testing.mocking_classes import CountingBatchedEnv, MultiKeyCountingEnv, NestedCountingEnv
+from rollwright.testing.mocking_classes import CountingBatchedEnv
 
 ENVS = {
     "single": lambda: GymEnv("CartPole-v1"),
@@ -101,8 +103,6 @@ def test_an_observation_is_stored_once(make):
             for value in batch.values(True, True)
             if isinstance(value, torch.Tensor)
         )
-
-    from rollwright.testing.mocking_classes import FastImageEnv
 
     frames = 50
     env = FastImageEnv(img_shape=(1, 16, 16))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tests.fakes.nested import NestedCountingEnv
 from tests.variants import in_turn
 
 from rollwright.collectors import Collector
@@ -25,14 +26,8 @@ from rollwright.envs import (
     step_mdp,
 )
 from rollwright.envs.batched.async_pool import AsyncEnvPool
-from rollwright.testing._compare import differing_key
-from rollwright.testing.mocking_classes import (
-    CountingBatchedEnv,
-    CountingEnv,
-    CountingEnvWithString,
-    IncrementingEnv,
-    NestedCountingEnv,
-)
+from rollwright.testing.comparison import differing_key
+from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv, CountingEnvWithString, IncrementingEnv
 
 BACKENDS = ["threading", "multiprocessing"]
 backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -13,6 +13,8 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
+from tests.fakes.nested import HeterogeneousCountingEnv, MultiKeyCountingEnv, NestedCountingEnv
+from tests.fakes.odd import EnvThatDoesNothing, EnvWithDynamicSpec, EnvWithMetadata
 
 from rollwright.collectors import Collector
 from rollwright.data import Unbounded
@@ -23,7 +25,7 @@ from rollwright.envs.transforms import Compose, InitTracker, RewardSum, StepCoun
 from rollwright.errors import EnvError, NotNative
 from rollwright.modules import RandomPolicy
 from rollwright.testing import check_env
-from rollwright.testing import mocking_classes as mocks
+from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv, CountingEnvWithString
 
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
 
@@ -78,15 +80,15 @@ def normed() -> EnvBase:
 # On TensorDicts --------------------------------------------------------------------------------------------
 
 MOCKS: dict[str, Callable[[], EnvBase]] = {
-    "counting": lambda: mocks.CountingEnv(max_steps=3),
-    "rows of different lengths": lambda: mocks.CountingBatchedEnv(max_steps=torch.tensor([3, 4]), batch_size=[2]),
-    "nested": lambda: mocks.NestedCountingEnv(max_steps=2, nest_done=True, has_root_done=True),
-    "several keys": lambda: mocks.MultiKeyCountingEnv(max_steps=3),
-    "heterogeneous": lambda: mocks.HeterogeneousCountingEnv(max_steps=3),
-    "objects": mocks.EnvWithMetadata,
-    "strings": mocks.CountingEnvWithString,
-    "growing": mocks.EnvWithDynamicSpec,
-    "nothing": mocks.EnvThatDoesNothing,
+    "counting": lambda: CountingEnv(max_steps=3),
+    "rows of different lengths": lambda: CountingBatchedEnv(max_steps=torch.tensor([3, 4]), batch_size=[2]),
+    "nested": lambda: NestedCountingEnv(max_steps=2, nest_done=True, has_root_done=True),
+    "several keys": lambda: MultiKeyCountingEnv(max_steps=3),
+    "heterogeneous": lambda: HeterogeneousCountingEnv(max_steps=3),
+    "objects": EnvWithMetadata,
+    "strings": CountingEnvWithString,
+    "growing": EnvWithDynamicSpec,
+    "nothing": EnvThatDoesNothing,
     "gym": walk,
     "gym, text": lambda: walk(seen=spaces.Dict(a=BOX, b=spaces.Text(3))),
     "vector": vector,
@@ -134,7 +136,7 @@ def test_rollouts_are_those_of_serial_env(name: str) -> None:
 
 
 def test_conformance() -> None:
-    check_env(lambda: ParallelEnv(2, lambda: mocks.CountingEnv(max_steps=3), num_processes=1), num_steps=8)
+    check_env(lambda: ParallelEnv(2, lambda: CountingEnv(max_steps=3), num_processes=1), num_steps=8)
 
 
 # On arrays -------------------------------------------------------------------------------------------------
@@ -281,7 +283,7 @@ def test_what_has_no_array_form_says_why(env: Any) -> None:
     with pytest.raises(NotNative, match="differ in their entries"):
         array_form(unlike)
     unlike.close()
-    mock = ParallelEnv(2, mocks.EnvWithDynamicSpec)
+    mock = ParallelEnv(2, EnvWithDynamicSpec)
     with pytest.raises(NotNative, match="varies in shape"):
         array_form(mock)
     mock.close()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
+from tests.fakes.nested import HeterogeneousCountingEnv
 from tests.patience import patient
 from tests.programs import Programs
 
@@ -24,7 +25,7 @@ from rollwright.envs.checkpoint import load_env, save_env
 from rollwright.envs.libs import EnvPoolEnv
 from rollwright.envs.transforms import ActionMask, CatFrames, StepCounter, Transform, VecNorm
 from rollwright.errors import EnvError
-from rollwright.testing.mocking_classes import CountingEnv, HeterogeneousCountingEnv
+from rollwright.testing.mocking_classes import CountingEnv
 
 # Both processes import this file. `run` steps and resets; it returns what a user sees, and the last data.
 MAKERS = """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.fakes.nested import MultiAgentCountingEnv, MultiKeyCountingEnv, NestedCountingEnv
+from tests.fakes.odd import StateLessCountingEnv
 
 from rollwright.data import Composite, Unbounded
 from rollwright.envs import (
@@ -17,7 +19,7 @@ from rollwright.envs import (
     check_env_specs,
 )
 from rollwright.errors import EnvError
-from rollwright.testing import mocking_classes as mocks
+from rollwright.testing.mocking_classes import CountingEnv
 
 
 def rows(rollout, key):
@@ -77,7 +79,7 @@ def test_other_names(ladder, do_nothing):
 
 
 def test_truncation_of_the_environment_is_kept(do_nothing):
-    class Cut(mocks.CountingEnv):
+    class Cut(CountingEnv):
         def __init__(self):
             super().__init__(max_steps=100)
             self.add_truncated_keys()
@@ -125,7 +127,7 @@ def test_reward_sum_names_its_keys(ladder, do_nothing):
 
 
 def test_reward_sum_finds_all_rewards():
-    env = TransformedEnv(mocks.MultiKeyCountingEnv(batch_size=(2,)), RewardSum())
+    env = TransformedEnv(MultiKeyCountingEnv(batch_size=(2,)), RewardSum())
     check_env_specs(env)
     assert env.transform.in_keys == list(env.reward_keys)
     assert len(env.transform.out_keys) == 3
@@ -145,7 +147,7 @@ def test_reward_sum_with_bounded_rewards_stays_in_its_spec(ladder, do_nothing):
 
 
 def test_reset_keys_decide_for_sums_elsewhere():
-    class TwoAgents(mocks.CountingEnv):
+    class TwoAgents(CountingEnv):
         """Flags below "a" and "b" only; "b" ends each second step."""
 
         def __init__(self):
@@ -179,7 +181,7 @@ def test_reset_keys_decide_for_sums_elsewhere():
 
 
 def test_nested_flags(do_nothing):
-    env = TransformedEnv(mocks.NestedCountingEnv(max_steps=9, batch_size=[2]), Compose(StepCounter(3), InitTracker()))
+    env = TransformedEnv(NestedCountingEnv(max_steps=9, batch_size=[2]), Compose(StepCounter(3), InitTracker()))
     check_env_specs(env)
     rollout = env.rollout(4, break_when_any_done=False)
     assert rollout["data", "step_count"].shape == (2, 4, 3, 1)
@@ -190,7 +192,7 @@ def test_nested_flags(do_nothing):
 
 
 def test_root_flags_decide_and_agents_follow(do_nothing):
-    env = mocks.NestedCountingEnv(max_steps=9, has_root_done=True)
+    env = NestedCountingEnv(max_steps=9, has_root_done=True)
     env = TransformedEnv(env, Compose(StepCounter(3), InitTracker()))
     check_env_specs(env)
     rollout = env.rollout(4, break_when_any_done=False)
@@ -203,12 +205,12 @@ def test_root_flags_decide_and_agents_follow(do_nothing):
 
 
 def test_flags_of_other_names_keep_their_truth():
-    env = TransformedEnv(mocks.MultiAgentCountingEnv(2, max_steps=1), StepCounter(5))
+    env = TransformedEnv(MultiAgentCountingEnv(2, max_steps=1), StepCounter(5))
     check_env_specs(env)
     rollout = env.rollout(4)
     assert rows(rollout, ("next", "env_done")) == rows(rollout, ("next", "terminated")) == [0, 1]
     assert not rollout["next", "truncated"].any()
-    env = TransformedEnv(mocks.MultiAgentCountingEnv(2, max_steps=50), StepCounter(3))
+    env = TransformedEnv(MultiAgentCountingEnv(2, max_steps=50), StepCounter(3))
     rollout = env.rollout(9)
     assert rows(rollout, ("next", "truncated")) == rows(rollout, ("next", "done")) == [0, 0, 1]
     assert not rollout["next", "env_done"].any()
@@ -217,7 +219,7 @@ def test_flags_of_other_names_keep_their_truth():
 
 @pytest.mark.parametrize("in_keys", [None, ["reward", ("nested_1", "gift"), ("nested_2", "reward")]])
 def test_one_reset_key_decides_for_all_sums(in_keys):
-    env = TransformedEnv(SerialEnv(2, lambda: mocks.MultiKeyCountingEnv()), RewardSum(in_keys, reset_keys=["_reset"]))
+    env = TransformedEnv(SerialEnv(2, lambda: MultiKeyCountingEnv()), RewardSum(in_keys, reset_keys=["_reset"]))
     td = env.reset()
     for _ in range(2):
         td = env.step_mdp(env.rand_step(td))
@@ -230,11 +232,11 @@ def test_one_reset_key_decides_for_all_sums(in_keys):
         (["a"], r"reset_keys: expected some of .*, got 'a'"),
     ):
         with pytest.raises((EnvError, ValueError), match=message):
-            TransformedEnv(mocks.MultiKeyCountingEnv(), RewardSum(in_keys, reset_keys=keys)).reset()
+            TransformedEnv(MultiKeyCountingEnv(), RewardSum(in_keys, reset_keys=keys)).reset()
 
 
 def test_batches_of_any_size():
-    env = TransformedEnv(mocks.StateLessCountingEnv(), Compose(StepCounter(), InitTracker()))
+    env = TransformedEnv(StateLessCountingEnv(), Compose(StepCounter(), InitTracker()))
     start = TensorDict({"action": torch.ones(5, 1)}, [5])
     td = env.reset(env.rand_action(TensorDict({}, [5])) if "action" in env.state_keys else start.empty())
     assert td["step_count"].shape == td["is_init"].shape == (5, 1)
@@ -321,11 +323,11 @@ def test_few_tensor_operations(ladder, do_nothing):
 
 
 def test_the_keys_that_are_written_are_known():
-    env = TransformedEnv(mocks.CountingEnv(), Compose(StepCounter(max_steps=3), InitTracker()))
+    env = TransformedEnv(CountingEnv(), Compose(StepCounter(max_steps=3), InitTracker()))
     assert env.transform[0].step_count_keys == ["step_count"]
     assert env.transform[0].truncated_keys == ["truncated"]
     assert env.transform[1].init_keys == ["is_init"]
-    nested = TransformedEnv(mocks.NestedCountingEnv(max_steps=9), StepCounter(max_steps=3))
+    nested = TransformedEnv(NestedCountingEnv(max_steps=9), StepCounter(max_steps=3))
     (count,), (flag,) = nested.transform.step_count_keys, nested.transform.truncated_keys
     rollout = nested.rollout(5)
     assert rollout["next", *count].max() == 3

@@ -37,7 +37,7 @@ from rollwright.envs import (
     UnsqueezeTransform,
     check_env_specs,
 )
-from rollwright.testing import mocking_classes as mocks
+from rollwright.testing.mocking_classes import ContinuousActionVecMockEnv
 
 
 def pendulum(*transforms):
@@ -248,7 +248,7 @@ def test_mistakes_are_named(make, error, text):
 
 
 def test_unbounded_observations_stay_unbounded():
-    env = TransformedEnv(mocks.ContinuousActionVecMockEnv(), UnsqueezeTransform(-1, in_keys=["observation"]))
+    env = TransformedEnv(ContinuousActionVecMockEnv(), UnsqueezeTransform(-1, in_keys=["observation"]))
     spec = env.observation_spec["observation"]
     assert isinstance(spec, Unbounded)
     assert spec.shape[-1] == 1

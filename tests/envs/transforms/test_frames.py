@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.fakes.odd import DiscreteActionConvMockEnv
 
 from rollwright.data import Bounded, Unbounded
 from rollwright.envs import CatFrames, Compose, GymEnv, ObservationNorm, RewardSum, TransformedEnv, check_env_specs
 from rollwright.errors import EnvError
-from rollwright.testing import mocking_classes as mocks
 
 
 def climb(env, steps, policy):
@@ -66,9 +66,9 @@ def test_later_transforms_and_users_cannot_disturb_the_past(ladder, do_nothing):
 
 
 def test_images_along_channels():
-    env = TransformedEnv(mocks.DiscreteActionConvMockEnv(), CatFrames(4, -3))
+    env = TransformedEnv(DiscreteActionConvMockEnv(), CatFrames(4, -3))
     check_env_specs(env)
-    single = mocks.DiscreteActionConvMockEnv().observation_spec["pixels"].shape
+    single = DiscreteActionConvMockEnv().observation_spec["pixels"].shape
     assert env.reset()["pixels"].shape == (*single[:-3], 4 * single[-3], *single[-2:])
 
 

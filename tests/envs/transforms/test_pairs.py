@@ -6,6 +6,14 @@ import itertools
 
 import pytest
 import torch
+from tests.fakes.nested import HeterogeneousCountingEnv, MultiAgentCountingEnv, MultiKeyCountingEnv, NestedCountingEnv
+from tests.fakes.odd import (
+    DiscreteActionConvMockEnv,
+    EnvThatDoesNothing,
+    EnvWithDynamicSpec,
+    EnvWithMetadata,
+    Str2StrEnv,
+)
 
 from rollwright.data import Unbounded
 from rollwright.envs import (
@@ -23,25 +31,31 @@ from rollwright.envs import (
     VecNorm,
     check_env_specs,
 )
-from rollwright.testing import mocking_classes as mocks
+from rollwright.testing.mocking_classes import (
+    ContinuousActionVecMockEnv,
+    CountingBatchedEnv,
+    CountingEnv,
+    CountingEnvWithString,
+    DiscreteActionVecMockEnv,
+)
 
 ENVIRONMENTS = {
-    "batched": lambda: mocks.CountingBatchedEnv(max_steps=torch.tensor([1, 2, 4]), batch_size=[3]),
-    "continuous": mocks.ContinuousActionVecMockEnv,
-    "counting": mocks.CountingEnv,
-    "discrete": mocks.DiscreteActionVecMockEnv,
-    "dynamic": mocks.EnvWithDynamicSpec,
-    "heterogeneous": lambda: mocks.HeterogeneousCountingEnv(batch_size=(2,)),
-    "images": mocks.DiscreteActionConvMockEnv,
-    "metadata": mocks.EnvWithMetadata,
-    "multi-agent": lambda: mocks.MultiAgentCountingEnv(3, max_steps=2),
-    "multi-key": lambda: mocks.MultiKeyCountingEnv(batch_size=(2,)),
-    "nested": lambda: mocks.NestedCountingEnv(max_steps=2, batch_size=[2]),
-    "nested-root": lambda: mocks.NestedCountingEnv(has_root_done=True, max_steps=2),
-    "nested-without-flags": lambda: mocks.NestedCountingEnv(nest_done=False, max_steps=2),
-    "nothing": mocks.EnvThatDoesNothing,
-    "strings": mocks.CountingEnvWithString,
-    "strings-only": mocks.Str2StrEnv,
+    "batched": lambda: CountingBatchedEnv(max_steps=torch.tensor([1, 2, 4]), batch_size=[3]),
+    "continuous": ContinuousActionVecMockEnv,
+    "counting": CountingEnv,
+    "discrete": DiscreteActionVecMockEnv,
+    "dynamic": EnvWithDynamicSpec,
+    "heterogeneous": lambda: HeterogeneousCountingEnv(batch_size=(2,)),
+    "images": DiscreteActionConvMockEnv,
+    "metadata": EnvWithMetadata,
+    "multi-agent": lambda: MultiAgentCountingEnv(3, max_steps=2),
+    "multi-key": lambda: MultiKeyCountingEnv(batch_size=(2,)),
+    "nested": lambda: NestedCountingEnv(max_steps=2, batch_size=[2]),
+    "nested-root": lambda: NestedCountingEnv(has_root_done=True, max_steps=2),
+    "nested-without-flags": lambda: NestedCountingEnv(nest_done=False, max_steps=2),
+    "nothing": EnvThatDoesNothing,
+    "strings": CountingEnvWithString,
+    "strings-only": Str2StrEnv,
 }
 
 

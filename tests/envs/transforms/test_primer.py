@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.fakes.nested import NestedCountingEnv
 
 from rollwright.data import Bounded, Categorical, Composite, NonTensor, Unbounded
 from rollwright.envs import Compose, InitTracker, StepCounter, TensorDictPrimer, TransformedEnv, check_env_specs
 from rollwright.errors import EnvError, SpecError
-from rollwright.testing import mocking_classes as mocks
+from rollwright.testing.mocking_classes import CountingEnv
 
 
 def recurrent(td):
@@ -132,13 +133,13 @@ def test_values_outside_their_spec(ladder):
 
 
 def test_objects_can_be_primed():
-    env = TransformedEnv(mocks.CountingEnv(), TensorDictPrimer(note=NonTensor(example_data="none")))
+    env = TransformedEnv(CountingEnv(), TensorDictPrimer(note=NonTensor(example_data="none")))
     assert env.reset()["note"] == "none"
     check_env_specs(env)
 
 
 def test_reset_key_decides():
-    env = mocks.NestedCountingEnv(max_steps=2, batch_size=[2])
+    env = NestedCountingEnv(max_steps=2, batch_size=[2])
     primer = TensorDictPrimer({("data", "hidden"): Unbounded((3, 4))}, reset_key=("data", "_reset"))
     env = TransformedEnv(env, Compose(primer, StepCounter(), InitTracker()))
     check_env_specs(env)

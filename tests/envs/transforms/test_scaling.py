@@ -22,7 +22,7 @@ from rollwright.envs import (
     check_env_specs,
 )
 from rollwright.errors import EnvError
-from rollwright.testing import mocking_classes as mocks
+from rollwright.testing.mocking_classes import ContinuousActionVecMockEnv, CountingEnv
 
 
 def test_reward_scaling(ladder, do_nothing):
@@ -59,7 +59,7 @@ def test_observation_norm_and_its_spec(ladder, do_nothing):
 
 def test_observation_norm_of_integers():
     norm = ObservationNorm(0.0, 0.5, in_keys=["observation"], out_keys=["half"])
-    env = TransformedEnv(mocks.CountingEnv(), norm)
+    env = TransformedEnv(CountingEnv(), norm)
     check_env_specs(env)
     assert env.observation_spec["half"].dtype == torch.float32
     assert env.observation_spec["observation"].dtype == torch.int32
@@ -79,7 +79,7 @@ def test_inverse_and_action_spec(ladder):
 def test_init_stats_of_what_the_transform_meets():
     torch.manual_seed(0)
     chain = Compose(ObservationNorm(10.0, 2.0, ["observation"]), ObservationNorm(None, None, ["observation"]))
-    env = TransformedEnv(mocks.ContinuousActionVecMockEnv(), chain)
+    env = TransformedEnv(ContinuousActionVecMockEnv(), chain)
     norm = env.transform[1]
     assert not norm.initialized
     norm.init_stats(200)

@@ -26,7 +26,7 @@ from rollwright.envs import (
     check_env_specs,
 )
 from rollwright.errors import EnvError
-from rollwright.testing import mocking_classes as mocks
+from rollwright.testing.mocking_classes import ContinuousActionVecMockEnv, CountingBatchedEnv
 
 
 def test_empty_chain_changes_nothing(do_nothing, ladder):
@@ -233,8 +233,8 @@ def test_seed_goes_through():
         last = env.set_seed(3)
         return last, env.rollout(5)
 
-    plain = run(mocks.ContinuousActionVecMockEnv())
-    wrapped = run(TransformedEnv(mocks.ContinuousActionVecMockEnv(), Compose()))
+    plain = run(ContinuousActionVecMockEnv())
+    wrapped = run(TransformedEnv(ContinuousActionVecMockEnv(), Compose()))
     assert plain[0] == wrapped[0]
     assert (plain[1] == wrapped[1]).all()
 
@@ -293,7 +293,7 @@ def go_on(env, td, steps, policy):
 
 def test_resume_from_state_dict_and_data(do_nothing):
     def make():
-        base = mocks.CountingBatchedEnv(max_steps=torch.tensor([2, 4, 5]), batch_size=[3])
+        base = CountingBatchedEnv(max_steps=torch.tensor([2, 4, 5]), batch_size=[3])
         frames = CatFrames(2, -1, ["observation"])
         return TransformedEnv(base, Compose(StepCounter(4), RewardSum(), InitTracker(), frames, VecNorm()))
 
@@ -323,7 +323,7 @@ def test_copies_are_whole(counting_env, duplicate):
 
 @pytest.fixture
 def counting_env():
-    base = mocks.CountingBatchedEnv(max_steps=torch.tensor([2, 4, 5]), batch_size=[3])
+    base = CountingBatchedEnv(max_steps=torch.tensor([2, 4, 5]), batch_size=[3])
     env = TransformedEnv(base, Compose(StepCounter(4), CatFrames(2, -1, ["observation"]), VecNorm()))
     return env, lambda td: td.set("action", torch.ones(3, 1, dtype=torch.int8))
 
@@ -348,7 +348,7 @@ def test_to_moves_transforms_and_specs(ladder):
 
 @pytest.mark.cuda
 def test_cuda():
-    base = mocks.CountingBatchedEnv(max_steps=torch.tensor([2, 4]), batch_size=[2], device="cpu")
+    base = CountingBatchedEnv(max_steps=torch.tensor([2, 4]), batch_size=[2], device="cpu")
     frames = CatFrames(2, -1, ["observation"])
     primer = TensorDictPrimer(hidden=Unbounded((3,)))
     chain = Compose(StepCounter(3), RewardSum(), InitTracker(), frames, VecNorm(), primer)

@@ -7,9 +7,10 @@ import copy
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.fakes.nested import NestedCountingEnv
 
 from rollwright.envs import Compose, ObservationNorm, TransformedEnv, VecNorm, VecNormV2, check_env_specs
-from rollwright.testing import mocking_classes as mocks
+from rollwright.testing.mocking_classes import ContinuousActionVecMockEnv, CountingEnv
 
 
 def reference(batches, decay, eps=1e-4):
@@ -67,9 +68,9 @@ def test_rows_that_go_on_keep_their_values(ladder, do_nothing):
 def test_agents_count_for_themselves():
     torch.manual_seed(0)
     norm = VecNorm([("data", "states")], decay=1.0)
-    env = TransformedEnv(mocks.NestedCountingEnv(max_steps=2, batch_size=[2]), norm)
+    env = TransformedEnv(NestedCountingEnv(max_steps=2, batch_size=[2]), norm)
     check_env_specs(env)
-    env = TransformedEnv(mocks.NestedCountingEnv(max_steps=2, batch_size=[2]), norm.clone())
+    env = TransformedEnv(NestedCountingEnv(max_steps=2, batch_size=[2]), norm.clone())
     td = env.reset()
     weight = env.transform.weight_0.clone()
     mask = torch.zeros(2, 3, 1, dtype=torch.bool)
@@ -79,7 +80,7 @@ def test_agents_count_for_themselves():
 
 
 def test_unbatched_environment():
-    env = TransformedEnv(mocks.ContinuousActionVecMockEnv(), VecNorm(decay=1.0))
+    env = TransformedEnv(ContinuousActionVecMockEnv(), VecNorm(decay=1.0))
     check_env_specs(env)
     env.rollout(5)
     assert env.transform.loc["observation"].shape == (7,)
@@ -175,7 +176,7 @@ def test_normalised_values_can_be_brought_back(kind, out_key):
 
 
 def test_integers_become_floats():
-    env = TransformedEnv(mocks.CountingEnv(), VecNorm(["observation"]))
+    env = TransformedEnv(CountingEnv(), VecNorm(["observation"]))
     check_env_specs(env)
     assert env.reset()["observation"].dtype == torch.float32
 

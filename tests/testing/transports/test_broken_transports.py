@@ -25,8 +25,6 @@ FAULTS = {
     "buffer": [broken.WritesTooMuch, broken.FillsCopies],
     "backpressure": [broken.CollectsAhead],
     "weights_by_version": [broken.LosesWeights],
-    "weights_every_way": [broken.LosesWeights],
-    "weights_of_one": [broken.LosesWeights],
     "weights_by_worker": [broken.MixesUpWorkers],
     "weights_whole": [broken.MixesWeights],
     "weights_in_rollout": [broken.DelaysWeights],

@@ -14,8 +14,6 @@
 ``buffer``              whole trajectories in a replay buffer; or it is refused
 ``backpressure``        workers rest while nothing is taken
 ``weights_by_version``  a batch acts with the version that was published before, and says so
-``weights_every_way``   weights reach every module that a policy reads, in whatever way
-``weights_of_one``      weights of the one module that a function reads have its names
 ``weights_by_worker``   weights of one worker are its own
 ``weights_whole``       no frame is acted by a mixture of two versions
 ``weights_in_rollout``  new weights act in the middle of a rollout
@@ -38,15 +36,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from rollwright.testing.transports.data_checks import DATA_CHECKS
-from rollwright.testing.transports.fault_checks import FAULT_CHECKS
+from rollwright.testing.suites import add_tests, checks_in
+from rollwright.testing.transports import data_checks, fault_checks, weight_checks
 from rollwright.testing.transports.trial import TransportSettings, Trial
-from rollwright.testing.transports.weight_checks import WEIGHT_CHECKS
 
-__all__ = ["TRANSPORT_CHECKS", "TransportConformance", "check_transport"]
-
-TRANSPORT_CHECKS: dict[str, Callable[[Trial], None]] = {**DATA_CHECKS, **WEIGHT_CHECKS, **FAULT_CHECKS}
-"""By name; see :mod:`~rollwright.testing.transports.conformance`."""
+TRANSPORT_CHECKS = checks_in(data_checks) | checks_in(weight_checks) | checks_in(fault_checks)
+"""By name: each is called with a :class:`~rollwright.testing.transports.trial.Trial`."""
 
 
 def check_transport(
@@ -101,8 +96,8 @@ def run_check(name: str, settings: TransportSettings) -> None:
 class TransportConformance:
     """The checks of :func:`check_transport` as pytest tests: inherit, and name the backend.
 
-    Attributes: those of :class:`~rollwright.testing.transports.trial.TransportSettings`. Override a test with ``None``
-    to leave it out.
+    Each check is a method ``test_<name>``; override one with ``None`` to leave it out. The attributes are those of
+    :class:`~rollwright.testing.transports.trial.TransportSettings`.
 
     Example:
         >>> class TestSockets(TransportConformance):
@@ -121,127 +116,23 @@ class TransportConformance:
     stays: tuple[str, ...] = ()
     one_at_a_time: bool = False
 
+    def settings(self) -> TransportSettings:
+        """The transport and the limits, from the attributes.
+
+        Raises:
+            TypeError: the class names no backend.
+        """
+        if not self.backend:
+            raise TypeError(f"{type(self).__name__} names no backend: set the class attribute `backend`.")
+        return TransportSettings(**{each.name: getattr(self, each.name) for each in fields(TransportSettings)})
+
     def check(self, name: str) -> None:
         """Run a check.
 
         Raises:
             AssertionError: it failed.
-            TypeError: the class names no backend.
         """
-        if not self.backend:
-            raise TypeError(f"{type(self).__name__} names no backend: set the class attribute `backend`.")
-        run_check(
-            name, TransportSettings(**{each.name: getattr(self, each.name) for each in fields(TransportSettings)})
-        )
+        run_check(name, self.settings())
 
-    def test_stacked(self) -> None:
-        """See the check ``stacked``."""
-        self.check("stacked")
 
-    def test_concatenated(self) -> None:
-        """See the check ``concatenated``."""
-        self.check("concatenated")
-
-    def test_batched(self) -> None:
-        """See the check ``batched``."""
-        self.check("batched")
-
-    def test_images(self) -> None:
-        """See the check ``images``."""
-        self.check("images")
-
-    def test_recurrent(self) -> None:
-        """See the check ``recurrent``."""
-        self.check("recurrent")
-
-    def test_reshaped(self) -> None:
-        """See the check ``reshaped``."""
-        self.check("reshaped")
-
-    def test_entries(self) -> None:
-        """See the check ``entries``."""
-        self.check("entries")
-
-    def test_asynchronous(self) -> None:
-        """See the check ``asynchronous``."""
-        self.check("asynchronous")
-
-    def test_counts(self) -> None:
-        """See the check ``counts``."""
-        self.check("counts")
-
-    def test_trajectories(self) -> None:
-        """See the check ``trajectories``."""
-        self.check("trajectories")
-
-    def test_buffer(self) -> None:
-        """See the check ``buffer``."""
-        self.check("buffer")
-
-    def test_backpressure(self) -> None:
-        """See the check ``backpressure``."""
-        self.check("backpressure")
-
-    def test_weights_by_version(self) -> None:
-        """See the check ``weights_by_version``."""
-        self.check("weights_by_version")
-
-    def test_weights_every_way(self) -> None:
-        """See the check ``weights_every_way``."""
-        self.check("weights_every_way")
-
-    def test_weights_of_one(self) -> None:
-        """See the check ``weights_of_one``."""
-        self.check("weights_of_one")
-
-    def test_weights_by_worker(self) -> None:
-        """See the check ``weights_by_worker``."""
-        self.check("weights_by_worker")
-
-    def test_weights_whole(self) -> None:
-        """See the check ``weights_whole``."""
-        self.check("weights_whole")
-
-    def test_weights_in_rollout(self) -> None:
-        """See the check ``weights_in_rollout``."""
-        self.check("weights_in_rollout")
-
-    def test_calls(self) -> None:
-        """See the check ``calls``."""
-        self.check("calls")
-
-    def test_hooks(self) -> None:
-        """See the check ``hooks``."""
-        self.check("hooks")
-
-    def test_saved_state(self) -> None:
-        """See the check ``saved_state``."""
-        self.check("saved_state")
-
-    def test_raising_worker(self) -> None:
-        """See the check ``raising_worker``."""
-        self.check("raising_worker")
-
-    def test_cannot_start(self) -> None:
-        """See the check ``cannot_start``."""
-        self.check("cannot_start")
-
-    def test_cannot_send(self) -> None:
-        """See the check ``cannot_send``."""
-        self.check("cannot_send")
-
-    def test_killed_worker(self) -> None:
-        """See the check ``killed_worker``."""
-        self.check("killed_worker")
-
-    def test_replaced_worker(self) -> None:
-        """See the check ``replaced_worker``."""
-        self.check("replaced_worker")
-
-    def test_interrupt(self) -> None:
-        """See the check ``interrupt``."""
-        self.check("interrupt")
-
-    def test_shutdown(self) -> None:
-        """See the check ``shutdown``."""
-        self.check("shutdown")
+add_tests(TransportConformance, TRANSPORT_CHECKS, TransportConformance.check)

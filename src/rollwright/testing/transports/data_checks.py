@@ -16,12 +16,10 @@ from rollwright.collectors.workers.transports import shares_memory
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.envs import InitTracker, TransformedEnv
 from rollwright.modules import GRUModule
-from rollwright.testing._compare import differing_key
+from rollwright.testing.comparison import differing_key
 from rollwright.testing.transports import frames as of
 from rollwright.testing.transports.frames import IDS, expect
 from rollwright.testing.transports.trial import Trial
-
-__all__ = ["DATA_CHECKS"]
 
 _SEED, _NUM_STEPS, _NUM_BATCHES = 5, 20, 3
 _STILL_S = 1.5
@@ -292,22 +290,3 @@ def backpressure(trial: Trial) -> None:
     found = sum(batch.numel() for batch in batches)
     expect(found == total, f"expected {total} frames, got {found}")
     of.no_episode_missing(of.whole_trajectories(batches))
-
-
-DATA_CHECKS: dict[str, Callable[[Trial], None]] = {
-    check.__name__: check
-    for check in (
-        stacked,
-        concatenated,
-        batched,
-        images,
-        recurrent,
-        reshaped,
-        entries,
-        asynchronous,
-        counts,
-        trajectories,
-        buffer,
-        backpressure,
-    )
-}

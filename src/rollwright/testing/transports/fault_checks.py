@@ -6,16 +6,12 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from rollwright.errors import WorkerError
 from rollwright.testing.transports import frames as of
 from rollwright.testing.transports.frames import expect
-from rollwright.testing.transports.left import Resources
-from rollwright.testing.transports.trial import Trial
-
-__all__ = ["FAULT_CHECKS"]
+from rollwright.testing.transports.trial import Resources, Trial
 
 _DIES_AT = 50
 _END_S = 20.0
@@ -189,17 +185,3 @@ def _run_once(trial: Trial, kind: str) -> None:
     expect(took < _END_S, f"shutdown took {took:.1f} s")
     collector.shutdown()
     trial.forget(collector)
-
-
-FAULT_CHECKS: dict[str, Callable[[Trial], None]] = {
-    check.__name__: check
-    for check in (
-        raising_worker,
-        cannot_start,
-        cannot_send,
-        killed_worker,
-        replaced_worker,
-        interrupt,
-        shutdown,
-    )
-}

@@ -21,26 +21,6 @@ from torch import nn
 from rollwright.data import Composite, NonTensor, Unbounded
 from rollwright.envs import GymWrapper, SerialEnv, Transform, TransformedEnv
 
-__all__ = [
-    "IDS",
-    "NUM_SEVERAL",
-    "VERSION",
-    "NumberedEnv",
-    "constant",
-    "counting",
-    "expect",
-    "factories",
-    "flat",
-    "images",
-    "no_episode_missing",
-    "numbered",
-    "ragged",
-    "sampling",
-    "several",
-    "uniform",
-    "whole_trajectories",
-]
-
 NUM_SEVERAL = 3
 """Environments in a batched one."""
 

@@ -12,13 +12,10 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright.errors import WorkerError
-from rollwright.testing._compare import differing_key
+from rollwright.testing.comparison import differing_key
 from rollwright.testing.transports import frames as of
 from rollwright.testing.transports.frames import VERSION, expect
-from rollwright.testing.transports.policies import WAYS, every_way, one_way
 from rollwright.testing.transports.trial import Trial
-
-__all__ = ["WEIGHT_CHECKS"]
 
 
 def weights_by_version(trial: Trial) -> None:
@@ -31,56 +28,6 @@ def weights_by_version(trial: Trial) -> None:
         expect(acted == [float(version)], f"version {version} was published, and the weights that act are {acted}")
         expect(tags == [version], f"version {version} acts, and frames are tagged {tags}")
         expect(collector.update_policy_weights_(of.constant(version + 1.0)) == version + 1, "versions count on")
-
-
-def weights_every_way(trial: Trial) -> None:
-    """Weights reach every module that a policy reads, given or made, in whatever way, and a saved state has them."""
-    envs = of.factories(trial.num_workers)
-    for made in (True, False):
-        policy, learned = every_way(0.0)
-        options = {"policy_factory": _made_every_way} if made else {}
-        collector = trial.collector(
-            "sync", envs, None if made else policy, each=4, track_policy_version=True, **options
-        )
-        for version in range(3):
-            if version:
-                published = collector.update_policy_weights_(policy if made or version == 2 else None)
-                expect(published == version, "versions count on")
-            _expect_values(collector.next(), float(version), version)
-            with torch.no_grad():
-                for module in learned:
-                    module.value.fill_(version + 1.0)
-        state = collector.state_dict()
-        collector.shutdown()
-    restored = trial.collector("sync", envs, every_way(9.0)[0], each=4, track_policy_version=True)
-    restored.load_state_dict(state)
-    _expect_values(restored.next(), 2.0, 2)
-
-
-def _made_every_way() -> Any:
-    return every_way(0.0)[0]
-
-
-def _expect_values(batch: TensorDictBase, value: float, version: int) -> None:
-    tags = batch[VERSION].unique().tolist()
-    expect(tags == [version], f"version {version} acts, and frames are tagged {tags}")
-    for way in WAYS:
-        found = batch[way].unique().tolist()
-        expect(found == [value], f"{way}: expected weights {value} to act, got {found}")
-
-
-def weights_of_one(trial: Trial) -> None:
-    """Weights of the one module that a function reads have the names that they have there."""
-    envs, (policy, learned) = of.factories(trial.num_workers), one_way("bound method", 0.0)
-    collector = trial.collector("sync", envs, policy, each=4)
-    collector.next()
-    for version, weights in enumerate((learned, learned.state_dict(), {"value": learned.value}, None), 1):
-        with torch.no_grad():
-            learned.value.fill_(float(version))
-        expect(collector.update_policy_weights_(weights) == version, "versions count on")
-        batch = collector.next()
-        acted = batch["action"].unique().tolist()
-        expect(acted == [float(version)], f"weights {float(version)} were published, and {acted} act")
 
 
 def weights_by_worker(trial: Trial) -> None:
@@ -229,19 +176,3 @@ def saved_state(trial: Trial) -> None:
                 f"batch {number} after load_state_dict: {unequal!r} differs from that of the uninterrupted collector: "
                 f"expected {batch.get(unequal, None)}, got {found.get(unequal, None)}"
             )
-
-
-WEIGHT_CHECKS: dict[str, Callable[[Trial], None]] = {
-    check.__name__: check
-    for check in (
-        weights_by_version,
-        weights_every_way,
-        weights_of_one,
-        weights_by_worker,
-        weights_whole,
-        weights_in_rollout,
-        calls,
-        hooks,
-        saved_state,
-    )
-}

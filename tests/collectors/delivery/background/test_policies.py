@@ -9,11 +9,11 @@ import threading
 import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
+from tests.policy_ways import WAYS, every_way
 from torch import nn
 
 from rollwright.envs import GymEnv
 from rollwright.testing.mocking_classes import CountingEnv
-from rollwright.testing.transports.policies import WAYS, every_way
 
 
 class Net(nn.Module):

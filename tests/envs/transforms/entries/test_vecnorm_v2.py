@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.fakes.nested import NestedCountingEnv
 
 from rollwright.envs import (
     Compose,
@@ -20,7 +21,6 @@ from rollwright.envs import (
     VecNormV2,
     check_env_specs,
 )
-from rollwright.testing import mocking_classes as mocks
 
 
 def push(td):
@@ -113,7 +113,7 @@ def test_rows_that_go_on_are_not_counted_again(ladder, do_nothing, reduced):
 
 
 def test_agents_count_for_themselves():
-    env = TransformedEnv(mocks.NestedCountingEnv(max_steps=2, batch_size=[2]), VecNormV2([("data", "states")]))
+    env = TransformedEnv(NestedCountingEnv(max_steps=2, batch_size=[2]), VecNormV2([("data", "states")]))
     check_env_specs(env)
     td = env.reset()
     count = env.transform.count_0.clone()

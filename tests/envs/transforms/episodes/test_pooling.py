@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from tests.fakes.nested import NestedCountingEnv
 
 from rollwright.data import Bounded
 from rollwright.envs import (
@@ -19,7 +20,6 @@ from rollwright.envs import (
     TransformedEnv,
     check_env_specs,
 )
-from rollwright.testing import mocking_classes as mocks
 
 
 class Film(gymnasium.Env):
@@ -70,7 +70,7 @@ def test_rows_begin_for_themselves(ladder, do_nothing):
 
 
 def test_agents_and_bounds():
-    check_env_specs(TransformedEnv(mocks.NestedCountingEnv(max_steps=3), TimeMaxPool([("data", "states")], T=2)))
+    check_env_specs(TransformedEnv(NestedCountingEnv(max_steps=3), TimeMaxPool([("data", "states")], T=2)))
     env = TransformedEnv(GymEnv("Pendulum-v1"), TimeMaxPool(T=2))
     env.base_env.observation_spec["observation"] = Bounded(1.0, 2.0, (3,))
     env.empty_cache()

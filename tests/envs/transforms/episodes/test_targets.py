@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.fakes.nested import NestedCountingEnv
 
 from rollwright.envs import (
     Compose,
@@ -15,7 +16,6 @@ from rollwright.envs import (
     TransformedEnv,
     check_env_specs,
 )
-from rollwright.testing import mocking_classes as mocks
 
 
 def push(td):
@@ -47,7 +47,7 @@ def test_a_policy_may_set_it():
 
 
 def test_agents_have_their_own():
-    env = TransformedEnv(mocks.NestedCountingEnv(), TargetReturn(10.0))
+    env = TransformedEnv(NestedCountingEnv(), TargetReturn(10.0))
     check_env_specs(env)
     assert ("data", "target_return") in env.reset().keys(True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.fakes.nested import NestedCountingEnv
 
 from rollwright.envs import (
     Compose,
@@ -14,7 +15,6 @@ from rollwright.envs import (
     TransformedEnv,
     check_env_specs,
 )
-from rollwright.testing import mocking_classes as mocks
 
 
 def push(td):
@@ -67,7 +67,7 @@ def test_a_reset_of_all_draws_again():
 
 
 def test_groups_of_flags():
-    env = TransformedEnv(mocks.NestedCountingEnv(max_steps=50), Compose(StepCounter(), RandomTruncationTransform(2, 4)))
+    env = TransformedEnv(NestedCountingEnv(max_steps=50), Compose(StepCounter(), RandomTruncationTransform(2, 4)))
     check_env_specs(env)
     other = RandomTruncationTransform(2, 4)
     other.load_state_dict(env.transform[1].state_dict())

@@ -1,4 +1,4 @@
-"""Fake environments with one peculiarity each: objects as data, growing shapes, errors, images."""
+"""Fake environments with one peculiarity each: no state, objects as data, growing shapes, errors, images."""
 
 from __future__ import annotations
 
@@ -7,23 +7,57 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import nn
 
 from rollwright.data.specs import Bounded, Categorical, Composite, NonTensor, Unbounded
 from rollwright.envs.base import EnvBase
 from rollwright.errors import EnvError
-from rollwright.testing._fakes import RandomStrings, UnseededEnv, check_actions
+from rollwright.testing.mocking_classes import DiscreteActionVecMockEnv, RandomStrings, UnseededEnv, check_actions
 
-__all__ = [
-    "ActionObsMergeLinear",
-    "EnvThatDoesNothing",
-    "EnvThatErrorsAfter10Iters",
-    "EnvWithDynamicSpec",
-    "EnvWithMetadata",
-    "EnvWithScalarAction",
-    "FastImageEnv",
-    "Str2StrEnv",
-]
+
+class StateLessCountingEnv(UnseededEnv):
+    """Adds its action to the ``count`` that it is given until ``max_count``; for ``batch_locked=False``.
+
+    A plain reset keeps ``count`` and ``max_count`` where the data has them; else, and where ``"_reset"``
+    is given, it starts at 0 with a random ``max_count`` from 10 to 19.
+    """
+
+    batch_locked = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec = Composite(
+            count=Unbounded((1,), dtype=torch.int32), max_count=Unbounded((1,), dtype=torch.int32)
+        )
+        self.state_spec = self.observation_spec
+        self.action_spec = Unbounded((1,), dtype=torch.int32)
+        flag = Unbounded((1,), dtype=torch.bool)
+        self.done_spec = Composite(done=flag, terminated=flag.clone(), truncated=flag.clone())
+        self.reward_spec = Unbounded((1,), dtype=torch.float32)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        given = TensorDict({}, self.batch_size, device=self.device) if tensordict is None else tensordict
+        shape = (*given.batch_size, 1)
+        kept = given.empty() if given.get("_reset", None) is not None else given
+        count, max_count = kept.get("count", None), kept.get("max_count", None)
+        if count is None:
+            count = torch.zeros(shape, dtype=torch.int32, device=given.device)
+        if max_count is None:
+            max_count = torch.randint(10, 20, shape, dtype=torch.int32, device=given.device)
+        fields = {"count": count.clone(), "max_count": max_count.clone()}
+        return TensorDict(fields, given.batch_size, device=given.device)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        check_actions(self, tensordict)
+        max_count = tensordict["max_count"]
+        count = tensordict["count"] + tensordict["action"]
+        reward = torch.zeros(count.shape, device=count.device)
+        fields = {
+            "count": count,
+            "max_count": max_count.clone(),
+            "reward": reward,
+            "terminated": count >= max_count,
+        }
+        return TensorDict(fields, tensordict.batch_size, device=tensordict.device)
 
 
 class EnvWithMetadata(UnseededEnv):
@@ -77,32 +111,6 @@ class EnvWithDynamicSpec(UnseededEnv):
 
     def _observe(self) -> TensorDict:
         return TensorDict({"observation": torch.full((3, self.count + 1, 2), float(self.count))})
-
-
-class EnvWithScalarAction(UnseededEnv):
-    """Takes actions of shape ``batch_size``, or with ``singleton`` of ``[*batch, 1]``; never done."""
-
-    def __init__(self, singleton: bool = False, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.singleton = singleton
-        batch = self.batch_size
-        self.action_spec = Bounded(-1.0, 1.0, shape=(*batch, 1) if singleton else batch)
-        self.observation_spec = Composite(observation=Unbounded((*batch, 3)), shape=batch)
-        self.done_spec = Unbounded((*batch, 1), dtype=torch.bool)
-        self.add_truncated_keys()
-        self.reward_spec = Unbounded((*batch, 1))
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        return self._observe()
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        check_actions(self, tensordict)
-        zeros = torch.zeros((*self.batch_size, 1), device=self.device)
-        return self._observe().update({"reward": zeros, "done": zeros.bool()})
-
-    def _observe(self) -> TensorDict:
-        seen = torch.randn((*self.batch_size, 3), device=self.device)
-        return TensorDict({"observation": seen}, self.batch_size, device=self.device)
 
 
 class EnvThatDoesNothing(UnseededEnv):
@@ -206,14 +214,56 @@ class FastImageEnv(UnseededEnv):
         return self._reset().update({"reward": ones, "done": flags})
 
 
-class ActionObsMergeLinear(nn.Module):
-    """A linear layer on action and observation side by side, as in a critic of both."""
+class DiscreteActionConvMockEnv(DiscreteActionVecMockEnv):
+    """:class:`DiscreteActionVecMockEnv` with its numbers on the diagonal of ``pixels`` ``[1, 7, 7]``."""
 
-    def __init__(self, in_size: int, out_size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(in_size, out_size)
+    out_key = "pixels"
+    _out_key = "pixels_orig"
 
-    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """``[..., in_size]`` in two parts to ``[..., out_size]``."""
-        out: torch.Tensor = self.linear(torch.cat([observation, action], dim=-1))
-        return out
+    def _observation_shape(self) -> tuple[int, ...]:
+        return (1, self.size, self.size)
+
+    def _get_in_obs(self, obs: torch.Tensor) -> torch.Tensor:
+        return obs.diagonal(0, -1, -2)
+
+    def _get_out_obs(self, obs: torch.Tensor) -> torch.Tensor:
+        return obs.diag_embed()
+
+
+class MockBatchedUnLockedEnv(EnvBase):
+    """Counts the steps since it was seeded, one count for the whole batch, whose size is that of the data it is given.
+
+    The count starts at ``seed % 17`` and is both observation and reward; a reset does not set it back. Done when it
+    reaches ``max(c + 100, 2 * c)``, where ``c`` is the count at the last reset.
+    """
+
+    batch_locked = False
+
+    def __init__(self, batch_size: Sequence[int] = ()) -> None:
+        super().__init__(device="cpu", batch_size=tuple(batch_size))
+        shape = (*self.batch_size, 1)
+        self.observation_spec = Composite(observation=Unbounded(shape), shape=self.batch_size)
+        self.state_spec = self.observation_spec.clone()
+        self.action_spec, self.reward_spec = Unbounded(shape), Unbounded(shape)
+        self.done_spec = Categorical(2, shape=shape, dtype=torch.bool)
+        self._set_seed(0)
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is not None:
+            self.counter = seed % 17
+            self.max_val = self.counter + 100
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        self.max_val = max(self.counter + 100, self.counter * 2)
+        return self._count(self.batch_size if tensordict is None else tensordict.batch_size)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        check_actions(self, tensordict)
+        self.counter += 1
+        counted = self._count(tensordict.batch_size)
+        return counted.set("reward", counted["observation"].clone())
+
+    def _count(self, batch: torch.Size) -> TensorDict:
+        done = torch.full((*batch, 1), self.counter >= self.max_val)
+        observation = torch.full((*batch, 1), float(self.counter))
+        return TensorDict({"observation": observation, "done": done, "terminated": done.clone()}, batch)

@@ -1,4 +1,4 @@
-"""The checks of conformance.py, one function each."""
+"""The checks of environments: each public function is one, called with a factory, a seed and a number of steps."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from rollwright.envs.arrays import array_form
 from rollwright.envs.base import EnvBase
 from rollwright.envs.utils import check_env_specs
 from rollwright.errors import EnvError, NotNative
-from rollwright.testing._compare import MakeEnv, differing_key, rows_of, seeded
-
-__all__ = ["CHECKS"]
+from rollwright.testing.comparison import MakeEnv, differing_key, rows_of, seeded
 
 
-def check_specs(make_env: MakeEnv, seed: int, num_steps: int) -> None:
+def specs(make_env: MakeEnv, seed: int, num_steps: int) -> None:
     """Steps have what the specs announce."""
     with seeded(make_env, seed) as env:
         check_env_specs(env, seed=seed)
 
 
-def check_reset(make_env: MakeEnv, seed: int, num_steps: int) -> None:
+def reset(make_env: MakeEnv, seed: int, num_steps: int) -> None:
     """A reset returns observations and flags, no reward, nothing done."""
     with seeded(make_env, seed) as env:
         first = env.reset()
@@ -38,7 +36,7 @@ def check_reset(make_env: MakeEnv, seed: int, num_steps: int) -> None:
             raise EnvError(f"{env}: reset returned the same TensorDict twice. Make a new one with each call.")
 
 
-def check_step(make_env: MakeEnv, seed: int, num_steps: int) -> None:
+def step(make_env: MakeEnv, seed: int, num_steps: int) -> None:
     """A step returns its argument, changed only by what the specs announce below ``"next"``."""
     with seeded(make_env, seed) as env:
         td = env.rand_action(env.reset())
@@ -69,7 +67,7 @@ def _record(env: EnvBase, num_steps: int, actions: list[TensorDictBase] | None =
     return frames
 
 
-def check_flags(make_env: MakeEnv, seed: int, num_steps: int) -> None:
+def flags(make_env: MakeEnv, seed: int, num_steps: int) -> None:
     """In every group of flags, ``done == terminated | truncated``."""
     with seeded(make_env, seed) as env:
         for t, frame in enumerate(_record(env, num_steps)):
@@ -84,7 +82,7 @@ def check_flags(make_env: MakeEnv, seed: int, num_steps: int) -> None:
                     )
 
 
-def check_same_seed(make_env: MakeEnv, seed: int, num_steps: int) -> None:
+def same_seed(make_env: MakeEnv, seed: int, num_steps: int) -> None:
     """One seed gives the same bits in two instances, and again in one of them."""
     with seeded(make_env, seed) as env:
         reference = _record(env, num_steps)
@@ -102,7 +100,7 @@ def check_same_seed(make_env: MakeEnv, seed: int, num_steps: int) -> None:
                 )
 
 
-def check_different_seeds(make_env: MakeEnv, seed: int, num_steps: int) -> None:
+def different_seeds(make_env: MakeEnv, seed: int, num_steps: int) -> None:
     """Two seeds give different data under the same actions."""
     with seeded(make_env, seed) as env:
         reference = _record(env, num_steps)
@@ -116,7 +114,7 @@ def check_different_seeds(make_env: MakeEnv, seed: int, num_steps: int) -> None:
         )
 
 
-def check_partial_reset(make_env: MakeEnv, seed: int, num_steps: int) -> None:
+def partial_reset(make_env: MakeEnv, seed: int, num_steps: int) -> None:
     """A reset touches the rows that ``"_reset"`` marks; the others go on as without it."""
     with seeded(make_env, seed) as env:
         rows = rows_of(env)
@@ -138,7 +136,7 @@ def check_partial_reset(make_env: MakeEnv, seed: int, num_steps: int) -> None:
                 unmarked = [row for row in unmarked if not _any_flag(env, outcome, row)]
 
 
-def check_last_observation(make_env: MakeEnv, seed: int, num_steps: int) -> None:
+def last_observation(make_env: MakeEnv, seed: int, num_steps: int) -> None:
     """The last observation of a trajectory is kept, and the first of the next one stands in the next root."""
     ends = replaced = moved = 0
     with seeded(make_env, seed) as env, seeded(make_env, seed) as control:
@@ -182,7 +180,7 @@ def _same_in_both_ways(env: EnvBase, t: int, where: str, got: TensorDictBase, ex
         )
 
 
-def check_aliasing(make_env: MakeEnv, seed: int, num_steps: int) -> None:
+def aliasing(make_env: MakeEnv, seed: int, num_steps: int) -> None:
     """What a step returned is not overwritten by later ones."""
     with seeded(make_env, seed) as env:
         td = env.reset()
@@ -199,7 +197,7 @@ def check_aliasing(make_env: MakeEnv, seed: int, num_steps: int) -> None:
                 )
 
 
-def check_close(make_env: MakeEnv, seed: int, num_steps: int) -> None:
+def close(make_env: MakeEnv, seed: int, num_steps: int) -> None:
     """Any use after closing raises, but for closing once more, and for a reset that opens it again."""
     env = make_env()
     td = env.rand_action(env.reset())
@@ -275,7 +273,7 @@ def _compare_rows(
             )
 
 
-def check_arrays(make_env: MakeEnv, seed: int, num_steps: int) -> None:
+def arrays(make_env: MakeEnv, seed: int, num_steps: int) -> None:
     """Frames collected on arrays, where the environment has that form, are those collected on TensorDicts."""
     with seeded(make_env, seed) as env:
         try:
@@ -308,18 +306,3 @@ def _difference(one: Any, other: Any) -> str:
     where = tuple((one != other).nonzero()[0].tolist())
     apart = (one.double() - other.double()).abs().max().item()
     return f"at {list(where)} {one[where].item()!r} in place of {other[where].item()!r}; at most {apart:.3g} apart"
-
-
-CHECKS: dict[str, Callable[[MakeEnv, int, int], None]] = {
-    "specs": check_specs,
-    "reset": check_reset,
-    "step": check_step,
-    "flags": check_flags,
-    "same_seed": check_same_seed,
-    "different_seeds": check_different_seeds,
-    "partial_reset": check_partial_reset,
-    "last_observation": check_last_observation,
-    "aliasing": check_aliasing,
-    "arrays": check_arrays,
-    "close": check_close,
-}

@@ -1,4 +1,4 @@
-"""Comparing TensorDicts to the bit, and seeded environments that close themselves; for conformance.py."""
+"""Comparing TensorDicts to the bit, and environments with a seed that are closed at the end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.envs.base import EnvBase
-
-__all__ = ["MakeEnv", "differing_key", "rows_of", "seeded"]
 
 MakeEnv = Callable[[], EnvBase]
 

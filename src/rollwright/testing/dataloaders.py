@@ -10,8 +10,6 @@ from typing import Any, Self
 
 import torch
 
-__all__ = ["DummyStrDataLoader", "DummyTensorDataLoader"]
-
 _LETTERS = 10
 
 
