@@ -31,7 +31,7 @@ from benchmarks.cases import (
     find_case,
 )
 from benchmarks.peers.protocol import ROOT, Peer, PeerError
-from rollwright.cli.measuring.timing import alternate, rate, ratios, summary
+from rollwright.cli.measuring import alternate, rate, ratios, summary
 
 PEERS = {
     TORCHRL: ("torchrl", "benchmarks.peers.torchrl_loop"),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks import report
 from benchmarks.workers_envs import Slow
-from rollwright.cli.measuring.timing import alternate, rate, ratios, summary
+from rollwright.cli.measuring import alternate, rate, ratios, summary
 from rollwright.collectors import Collector
 from rollwright.envs import GymWrapper, ParallelEnv
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.cases import MASKED, Case, make_network
-from rollwright.cli.measuring.hand import Outcome, SingleLoop, VectorLoop, categorical, gaussian, make_vector
+from rollwright.cli.measuring import Outcome, SingleLoop, VectorLoop, categorical, gaussian, make_vector
 
 SEED = 0
 

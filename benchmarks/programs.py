@@ -20,7 +20,7 @@ from benchmarks.peers.protocol import ROOT, Peer, PeerError
 from benchmarks.programs_cases import ALONE, COMPILED, HAND, INSIDE, OURS, PROGRAMS, TORCHRL, Program, find_program
 from benchmarks.programs_hand import make_alone, make_hand
 from benchmarks.programs_sides import Library, NotThere, make_program
-from rollwright.cli.measuring.timing import alternate, rate, ratios, summary
+from rollwright.cli.measuring import alternate, rate, ratios, summary
 
 PAIRS = ((OURS, HAND), (COMPILED, HAND), (ALONE, HAND), (OURS, TORCHRL), (INSIDE, TORCHRL))
 

@@ -25,7 +25,7 @@ from benchmarks.peers.protocol import ROOT, Peer, PeerError
 from benchmarks.ray_cases import CASES, case_name
 from benchmarks.workers_cases import Case
 from benchmarks.workers_sides import make_env, make_policy
-from rollwright.cli.measuring.timing import alternate, rate, ratios, summary
+from rollwright.cli.measuring import alternate, rate, ratios, summary
 from rollwright.collectors import Collector
 from rollwright.envs import GymWrapper
 from rollwright.errors import require

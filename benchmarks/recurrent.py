@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from benchmarks import report
-from rollwright.cli.measuring.timing import alternate, rate, ratios, summary
+from rollwright.cli.measuring import alternate, rate, ratios, summary
 from rollwright.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 NUM_SLICES, LONGEST, INPUT_SIZE, NUM_OUTPUTS = 64, 64, 32, 2

@@ -38,7 +38,7 @@ from benchmarks.replay_cases import (
     find_case,
 )
 from benchmarks.replay_sides import make_limits, make_side
-from rollwright.cli.measuring.timing import alternate, rate, ratios, summary
+from rollwright.cli.measuring import alternate, rate, ratios, summary
 from rollwright.data import replay_buffers
 
 PEERS = {

@@ -19,7 +19,7 @@ import torch
 from tensordict import TensorDict
 
 from benchmarks import report
-from rollwright.cli.measuring.timing import summary
+from rollwright.cli.measuring import summary
 from rollwright.data import LazyTensorStorage, TensorDictReplayBuffer
 
 STORED, FRAMES, BATCH = 20_000, 200, 256

@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from benchmarks import report
 from benchmarks.replay_cases import Case, fill_ranges, make_rows
 from rollwright._memory.segment import Segment
-from rollwright.cli.measuring.timing import summary
+from rollwright.cli.measuring import summary
 from rollwright.collectors import MultiAsyncCollector
 from rollwright.data import LazyTensorStorage, TensorDictReplayBuffer
 from rollwright.envs import GymEnv

@@ -14,7 +14,7 @@ import torch
 from benchmarks import report
 from benchmarks.cases import HAND, OURS, Case
 from benchmarks.compare import measure
-from rollwright.cli.measuring.timing import ratios, summary
+from rollwright.cli.measuring import ratios, summary
 
 NUM_ENVS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FRAMES_PER_BATCH = 4096

@@ -26,7 +26,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from benchmarks import report
-from rollwright.cli.measuring.timing import alternate, ratios, summary
+from rollwright.cli.measuring import alternate, ratios, summary
 from rollwright.collectors import Collector
 from rollwright.data import Composite, Unbounded
 from rollwright.envs import EnvBase, GymWrapper

@@ -30,7 +30,7 @@ from benchmarks.workers_cases import (
     Case,
 )
 from benchmarks.workers_sides import make_side
-from rollwright.cli.measuring.timing import alternate, rate, ratios, summary
+from rollwright.cli.measuring import alternate, rate, ratios, summary
 
 PEERS = {
     GYMNASIUM: ("own", "benchmarks.peers.gymnasium_workers"),

@@ -23,7 +23,7 @@ from benchmarks.peers.protocol import ROOT, PeerError, run_once
 from benchmarks.workers_cases import ASYNC, CARTPOLE, SYNC, TORCHRL_ASYNC, TORCHRL_SYNC, Case
 from benchmarks.workers_clocks import Stamped, measure_publications
 from benchmarks.workers_sides import make_collector
-from rollwright.cli.measuring.timing import summary
+from rollwright.cli.measuring import summary
 
 SIZES = {"1 MB": 10**6, "100 MB": 10**8, "1 GB": 10**9}
 SIDES = (SYNC, ASYNC, TORCHRL_SYNC, TORCHRL_ASYNC)

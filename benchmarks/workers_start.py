@@ -19,7 +19,7 @@ from benchmarks.peers.protocol import ROOT, PeerError, run_once
 from benchmarks.workers_cases import ASYNC, CARTPOLE, CASES, SYNC, TORCHRL_ASYNC, TORCHRL_SYNC, Case, find_case
 from benchmarks.workers_clocks import measure_starts
 from benchmarks.workers_sides import make_collector
-from rollwright.cli.measuring.timing import alternate, ratios, summary
+from rollwright.cli.measuring import alternate, ratios, summary
 
 PEERS = {SYNC: TORCHRL_SYNC, ASYNC: TORCHRL_ASYNC}
 WHICH = ("first", "second")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers.protocol import serve
 from benchmarks.workers_cases import find_case, make_gym, make_net
-from rollwright.cli.measuring.hand import VectorLoop, categorical
+from rollwright.cli.measuring import VectorLoop, categorical
 
 SEED = 0
 

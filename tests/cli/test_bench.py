@@ -10,8 +10,7 @@ from tensordict.nn import NormalParamExtractor
 from torch import distributions, nn
 
 from rollwright.cli import bench
-from rollwright.cli.measuring.hand import SingleLoop, VectorLoop, categorical, gaussian, make_vector
-from rollwright.cli.measuring.timing import alternate, rate, ratios
+from rollwright.cli.measuring import SingleLoop, VectorLoop, alternate, categorical, gaussian, make_vector, rate, ratios
 
 
 def copied(loop):
@@ -132,7 +131,7 @@ def test_normal_parameters_and_log_probabilities_are_those_of_the_modules():
 
 def test_rate_takes_at_least_the_frames_asked_for(monkeypatch):
     clock = iter([0.0, 1.0, 2.0, 3.0])
-    monkeypatch.setattr("rollwright.cli.measuring.timing.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("rollwright.cli.measuring.time.perf_counter", lambda: next(clock))
     assert rate(lambda: 10, frames=25) == 10.0  # three batches of 10 in three seconds
 
 

@@ -20,13 +20,20 @@ from torch import Tensor, distributions, nn
 
 from rollwright.cli.console import Console, count
 from rollwright.cli.errors import Failure, plain
-from rollwright.cli.measuring.hand import SingleLoop, VectorLoop, categorical, gaussian, make_vector
-from rollwright.cli.measuring.timing import alternate, rate, ratios, summary
+from rollwright.cli.measuring import (
+    SingleLoop,
+    VectorLoop,
+    alternate,
+    categorical,
+    gaussian,
+    make_vector,
+    rate,
+    ratios,
+    summary,
+)
 from rollwright.collectors import Collector
 from rollwright.envs import GymEnv
 from rollwright.errors import RollwrightError
-
-__all__ = ["run"]
 
 _ROUNDS = 10
 _MOST_FRAMES_PER_BATCH = 2_000

@@ -25,8 +25,6 @@ from rollwright.data.layout import (
 from rollwright.data.layout.boundaries import any_below
 from rollwright.data.layout.runs import find_mask, place_of
 
-__all__ = ["Finding", "check_frames"]
-
 _PIECE_BYTES = 64_000_000  # read at once from data that may be larger than memory
 _FLAGS = (DONE, TERMINATED, TRUNCATED)
 _COUNT, _MULTISTEP = "step_count", "steps_to_next_obs"

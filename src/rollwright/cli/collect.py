@@ -26,8 +26,6 @@ from rollwright.data.layout import TRAJ_IDS
 from rollwright.envs import GymEnv
 from rollwright.errors import RollwrightError
 
-__all__ = ["run"]
-
 _MOST_FRAMES_PER_BATCH = 500  # of a process: small enough to see progress, large enough that writing costs little
 
 

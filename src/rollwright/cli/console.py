@@ -18,8 +18,6 @@ from rich.text import Text
 
 from rollwright.cli.errors import plain
 
-__all__ = ["Console", "count", "drop_stdout"]
-
 _SECONDS_BETWEEN_LINES = 2.0
 
 

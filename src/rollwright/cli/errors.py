@@ -6,8 +6,6 @@ import re
 
 from rollwright.errors import RollwrightError
 
-__all__ = ["Failure", "brief", "plain"]
-
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 

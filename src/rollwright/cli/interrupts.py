@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["SignalInterrupts"]
-
 
 class SignalInterrupts:
     """Catches SIGINT and SIGTERM inside its ``with`` block; the collector's interruptor.

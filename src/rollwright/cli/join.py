@@ -9,8 +9,6 @@ from rollwright._processes.network.handshake import SECRET, checked_secret, pars
 from rollwright.cli.errors import Failure
 from rollwright.collectors.workers.remote.group import join
 
-__all__ = ["run"]
-
 
 def run(arguments: argparse.Namespace) -> int:
     """Join, and serve until the collector ends; returns the exit status."""

@@ -27,8 +27,6 @@ from rollwright.envs import GymEnv
 from rollwright.envs.libs.codecs import Leaf, leaves_of
 from rollwright.errors import MissingExtraError, require
 
-__all__ = ["Export"]
-
 _ROOT_VARIABLE = "MINARI_DATASETS_PATH"
 _DATA = "data"  # the folder that Minari writes to, in that of a dataset
 _MINARIS = re.compile(r"main_data\.hdf5|metadata\.json|\d+")  # what is in it

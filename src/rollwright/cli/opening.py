@@ -20,8 +20,6 @@ from rollwright.data.replay_buffers import LazyMemmapStorage, RaggedStorage
 from rollwright.data.replay_buffers.storages.folders import LIST_FILE
 from rollwright.data.replay_buffers.storages.memory import ROWS_FILE, STATE_FILE
 
-__all__ = ["Found", "open_frames"]
-
 _REMEDY = "Pass --allow-pickle"
 
 

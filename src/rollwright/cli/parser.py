@@ -9,8 +9,6 @@ from typing import Any
 
 import rollwright
 
-__all__ = ["build_parser"]
-
 _COLLECT = """\
 Collect frames from a gymnasium environment into a dataset.
 
@@ -78,20 +76,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rollwright", description="Collects experience for reinforcement learning.")
     parser.add_argument("--version", action="version", version=f"rollwright {rollwright.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_collect(commands)
-    _add_inspect(commands)
-    _add_bench(commands)
-    _add_join(commands)
+    for add in (_add_collect, _add_inspect, _add_bench, _add_join):
+        add(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, about: str, description: str, epilog: str | None = None) -> Any:
+    options = {"description": description, "epilog": epilog, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = commands.add_parser(name, help=about, **options)
+    parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
     return parser
 
 
 def _add_collect(commands: Any) -> None:
-    parser = commands.add_parser(
-        "collect",
-        help="collect frames from a gymnasium environment into a dataset",
-        description=_COLLECT,
-        epilog=_POLICIES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = _command(
+        commands, "collect", "collect frames from a gymnasium environment into a dataset", _COLLECT, _POLICIES
     )
     add = parser.add_argument
     add("env_id", metavar="ENV_ID", help="id of the environment, such as CartPole-v1")
@@ -122,16 +121,10 @@ def _add_collect(commands: Any) -> None:
     add("--device", metavar="DEVICE", help="where environment data and policy live, such as cuda")
     add("--overwrite", action="store_true", help="replace a dataset that is there")
     add("--quiet", action="store_true", help="print errors only")
-    _add_debug(parser)
 
 
 def _add_inspect(commands: Any) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        help="show what a dataset holds",
-        description=_INSPECT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _command(commands, "inspect", "show what a dataset holds", _INSPECT)
     parser.add_argument(
         "path",
         type=Path,
@@ -146,42 +139,23 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument(
         "--allow-pickle", action="store_true", help="load pickled objects, which can run any code: if you trust PATH"
     )
-    _add_debug(parser)
 
 
 def _add_bench(commands: Any) -> None:
-    parser = commands.add_parser(
-        "bench",
-        help="measure a collector beside a loop written by hand",
-        description=_BENCH,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
+    add = _command(commands, "bench", "measure a collector beside a loop written by hand", _BENCH).add_argument
     add("env_id", metavar="ENV_ID", nargs="?", default="CartPole-v1", help="environment (default CartPole-v1)")
     add("--num-envs", type=_count, default=1, metavar="N", help="environments stepped together (default 1)")
     add("--frames", type=_count, default=20_000, metavar="N", help="frames of each way (default 20000)")
     add("--env-kwargs", type=_json_object, default={}, metavar="JSON", help="arguments for the environment")
     add("--compile", action="store_true", help="measure a collector with compile_policy=True, too")
-    _add_debug(parser)
 
 
 def _add_join(commands: Any) -> None:
-    parser = commands.add_parser(
-        "join",
-        help="run workers of a collector on another machine",
-        description=_JOIN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
+    add = _command(commands, "join", "run workers of a collector on another machine", _JOIN).add_argument
     add("address", metavar="HOST:PORT", help="where the collector listens")
     add("--secret-file", type=Path, metavar="FILE", help="a file with the secret (default: ROLLWRIGHT_SECRET)")
     add("--name", metavar="NAME", help="of this machine in messages (default: its host name)")
     add("--timeout", type=_count, default=60, metavar="S", help="seconds to wait for the collector (default 60)")
-    _add_debug(parser)
-
-
-def _add_debug(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
 
 
 def _count(text: str) -> int:

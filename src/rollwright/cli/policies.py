@@ -19,8 +19,6 @@ from rollwright.cli.console import count
 from rollwright.cli.errors import Failure, brief
 from rollwright.envs.base import EnvBase
 
-__all__ = ["ExportedPolicy", "load_policy"]
-
 
 def load_policy(text: str, env: EnvBase) -> Any:
     """The policy that ``--policy`` names.

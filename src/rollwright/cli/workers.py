@@ -14,8 +14,6 @@ from rollwright.cli.policies import load_policy
 from rollwright.collectors import Collector, MultiCollector
 from rollwright.envs import GymEnv
 
-__all__ = ["make_collector", "rows_of", "table"]
-
 _EPISODES_PER_BATCH = 8  # complete episodes written at a time, of a long collection
 _FRAMES_PER_EPISODE_HELD = 5000  # of --frames, for each of them
 _STAGES = ("policy", "env", "write", "weights", "wait")

@@ -227,11 +227,11 @@ def test_init_fn_runs_first_in_the_process(make: Any, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "match", "arguments"),
     [
-        (ValueError, "num_trajectories: expected at least 1, got 0", {"num_trajectories": 0}),
+        (ValueError, "num_trajectories: expected an integer of at least 1, got 0", {"num_trajectories": 0}),
         (TypeError, "num_trajectories: expected an integer", {"num_trajectories": True}),
         (TypeError, "seed: expected an integer", {"seed": 1.5}),
-        (ValueError, "backend: expected one of", {"backend": "cluster"}),
-        (ValueError, "busy_policy: expected one of", {"busy_policy": "wait"}),
+        (ValueError, "backend: expected 'thread' or 'process' or 'ray', got 'cluster'", {"backend": "cluster"}),
+        (ValueError, "busy_policy: expected 'skip' or 'error' or 'queue', got 'wait'", {"busy_policy": "wait"}),
         (TypeError, "on_result: expected a callable", {"on_result": 3}),
         (ValueError, "env_step_timeout: expected seconds above 0", {"env_step_timeout": 0}),
         (ValueError, "start_method: expected one of", {"start_method": "thread"}),

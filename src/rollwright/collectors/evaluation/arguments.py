@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright._options import check_fields, whole
 from rollwright._warnings import warn_user
 from rollwright.collectors.rollout.policy_copies import copied_policy, never_copied_in
 from rollwright.weight_update.forms import State, flat_state, tensordict_of
 
-_BUSY = ("skip", "error", "queue")
 EVALUATOR_OPTIONS = (  # of CollectorOptions: those that leave an evaluation what it is
     "auto_register_policy_transforms",
     "create_env_kwargs",
@@ -31,36 +33,27 @@ EVALUATOR_OPTIONS = (  # of CollectorOptions: those that leave an evaluation wha
 )
 
 
-def check_arguments(
-    num_trajectories: Any,
-    backend: Any,
-    busy_policy: Any,
-    on_result: Any,
-    metrics_fn: Any,
-    env_step_timeout: Any,
-    seed: Any,
-) -> None:
-    """Check the arguments of an Evaluator.
+@dataclass(frozen=True)
+class CheckedArguments:
+    """Arguments of an Evaluator, checked by their types.
 
     Raises:
         ValueError, TypeError: one is wrong.
     """
-    for name, value in (("num_trajectories", num_trajectories), ("seed", 1 if seed is None else seed)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}: expected an integer, got {type(value).__name__}: {value!r}.")
-    if num_trajectories < 1:
-        raise ValueError(f"num_trajectories: expected at least 1, got {num_trajectories}.")
-    for name, value, known in (
-        ("backend", backend, ("thread", "process", "ray")),
-        ("busy_policy", busy_policy, _BUSY),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {known}, got {value!r}.")
-    for name, function in (("on_result", on_result), ("metrics_fn", metrics_fn)):
-        if function is not None and not callable(function):
-            raise TypeError(f"{name}: expected a callable or None, got {type(function).__name__}: {function!r}.")
-    if isinstance(env_step_timeout, bool) or not isinstance(env_step_timeout, int | float) or env_step_timeout <= 0:
-        raise ValueError(f"env_step_timeout: expected seconds above 0, got {env_step_timeout!r}.")
+
+    num_trajectories: Annotated[int, whole(1)]
+    seed: Annotated[int | None, whole()]
+    backend: Literal["thread", "process", "ray"]
+    busy_policy: Literal["skip", "error", "queue"]
+    on_result: Callable[..., Any] | None
+    metrics_fn: Callable[..., Any] | None
+    env_step_timeout: Any
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        given = self.env_step_timeout
+        if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
+            raise ValueError(f"env_step_timeout: expected seconds above 0, got {given!r}.")
 
 
 def one_of(name: str, given: Any, other: str, alias: Any) -> Any:

@@ -270,7 +270,7 @@ class Backend(ABC):
 
     @abstractmethod
     def run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
-        """Evaluate."""
+        """Evaluate as :meth:`EpisodeRunner.run` does; ``begun`` is called once the request is on its way."""
 
     @abstractmethod
     def close(self, until: Callable[[], float]) -> str:
@@ -288,11 +288,11 @@ class ThreadBackend(Backend):
         self._runner = EpisodeRunner(settings, progress, lambda: False, own_generators=False)
 
     def run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
-        """Evaluate."""
+        """Evaluate in the calling thread."""
         return self._runner.run(request, begun)
 
     def close(self, until: Callable[[], float]) -> str:
-        """End by a time (``time.monotonic()``), which may change meanwhile; returns how, see :meth:`Child.end`."""
+        """Close the environment; no time is needed for that."""
         self._runner.close()
         return "ended"
 
@@ -342,7 +342,7 @@ class ProcessBackend(Backend):
             raise
 
     def run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
-        """Evaluate."""
+        """Have the process evaluate, and wait for its answer."""
         self._expect_answer()
         self._pool.send(_PLACE, request)
         begun()
@@ -385,13 +385,13 @@ class ProcessBackend(Backend):
         return answer
 
     def ended(self) -> WorkerError | None:
-        """Why no evaluation can run any more; None: it can."""
+        """Why the process has ended; None: it lives."""
         if self._child.alive:
             return None
         return WorkerError(f"{_NAME} (pid {self.pid}) {self._child.how_it_ended()}. Make a new Evaluator to go on.")
 
     def close(self, until: Callable[[], float]) -> str:
-        """End by a time (``time.monotonic()``), which may change meanwhile; returns how, see :meth:`Child.end`."""
+        """Hang up, and make the process end that does not by then."""
         ended = self._pool.end(until, hang_up=True)
         return ended[_PLACE].how if ended else "ended"
 

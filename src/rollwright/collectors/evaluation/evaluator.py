@@ -18,7 +18,7 @@ from rollwright._warnings import warn_user
 from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.evaluation.arguments import (
     EVALUATOR_OPTIONS,
-    check_arguments,
+    CheckedArguments,
     copy_of,
     one_of,
     own_policy,
@@ -154,7 +154,7 @@ class Evaluator:
         create_env_fn = one_of("create_env_fn", create_env_fn, "env", env)
         reward_key = reward_key_of(reward_key, reward_keys, done_keys)
         refuse_unknown(options, list(EVALUATOR_OPTIONS), Evaluator)
-        check_arguments(num_trajectories, backend, busy_policy, on_result, metrics_fn, env_step_timeout, seed)
+        CheckedArguments(num_trajectories, seed, backend, busy_policy, on_result, metrics_fn, env_step_timeout)
         check_start_method("start_method", start_method)
         if backend == "ray" and start_method is not None:
             raise ValueError(

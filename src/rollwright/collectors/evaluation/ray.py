@@ -173,7 +173,7 @@ class RayBackend(Backend):
             raise self._lost() from None
 
     def run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
-        """Evaluate."""
+        """Have the actor evaluate, and wait for its answer."""
         self._post(request)
         begun()
         answer: dict[str, Any] = self._answer("a step of its environment", self._step_timeout_s)
@@ -228,12 +228,12 @@ class RayBackend(Backend):
         )
 
     def ended(self) -> WorkerError | None:
-        """Why no evaluation can run any more; None: it can."""
+        """Why the actor has ended; None: it lives."""
         how = self._host.how_it_ended()
         return None if how is None else WorkerError(f"{_NAME} (pid {self.pid}) {how}. Make a new Evaluator to go on.")
 
     def close(self, until: Callable[[], float]) -> str:
-        """End by a time (``time.monotonic()``), which may change meanwhile; returns how, see :meth:`Child.end`."""
+        """Hang up, end the actor if it does not by then, and leave the cluster."""
         self._socket.close()
         if self._line is not None:
             self._line.close()

@@ -11,8 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import key_str, leaves, unravel
-from rollwright.data.datasets.files import remove_frames
-from rollwright.data.datasets.ragged_rows import read_frames
+from rollwright.data.datasets.files import read_frames, remove_frames
 from rollwright.data.loading import load_mapped, named, pickles_in
 from rollwright.errors import DamagedFileError
 

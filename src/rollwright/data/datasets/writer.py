@@ -30,8 +30,7 @@ from rollwright.data.datasets.description import (
     write_description,
 )
 from rollwright.data.datasets.episodes import EpisodeScan, FrameColumns, Totals
-from rollwright.data.datasets.files import copy_bytes, remove_frames, write_all
-from rollwright.data.datasets.ragged_rows import FrameRows
+from rollwright.data.datasets.files import FrameRows, copy_bytes, remove_frames, write_all
 
 _LAYOUT = (
     "A memory-mapped TensorDict in the folder 'data', time last. Each environment's frames lie in order of time; "

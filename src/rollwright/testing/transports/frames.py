@@ -77,14 +77,14 @@ class NumberedEnv(gymnasium.Env[Any, Any]):
         return np.array([self._ident, self._life, self._episode, self._step, self.np_random.random()])
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """See gymnasium."""
+        """Begin the next episode, whose length is drawn."""
         super().reset(seed=seed)
         self._episode, self._step = self._episode + 1, 0
         self._length = int(self.np_random.integers(3, 14))
         return self._observed(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """See gymnasium."""
+        """Take a step, which may sleep, raise or kill the process."""
         self._num_steps += 1
         if self._step_s:
             time.sleep(self._step_s)
@@ -107,7 +107,7 @@ class UniformImages(gymnasium.Env[Any, Any]):
         self._step = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """See gymnasium."""
+        """Begin with a new image."""
         super().reset(seed=seed)
         self._step = 0
         return self._observed(), {}
@@ -116,7 +116,7 @@ class UniformImages(gymnasium.Env[Any, Any]):
         return np.full((64, 64, 3), self.np_random.integers(255), np.uint8)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """See gymnasium."""
+        """Show a new image."""
         self._step += 1
         return self._observed(), 1.0, self._step >= 20, False, {}
 
