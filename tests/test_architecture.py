@@ -45,11 +45,14 @@ LAYERS = """
 # Lines of code (docstrings, comments and empty lines are none) and statements of a folder, less those of folders inside
 # that are listed too. Whoever needs more raises the numbers in the same change, and says why.
 BUDGETS = {
+    "cli": (1800, 1550),
+    "collectors/evaluation": (1325, 1135),
     "data": (4120, 3690),
-    "data/datasets": (700, 610),
+    "data/datasets": (690, 600),
     "data/llm": (1700, 1560),
     "data/replay_buffers": (6920, 6560),
     "data/replay_buffers/service": (1530, 1470),
+    "testing": (1510, 1460),
 }
 
 # Imports by name, ``import_module("rollwright...")``, that need not keep the order, and why.
