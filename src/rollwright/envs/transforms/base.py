@@ -6,6 +6,7 @@ import copy
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
@@ -16,7 +17,8 @@ from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 from rollwright.data.layout import DoneGroup, deciding_groups, done_groups
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.envs._partial_reset import mask_like
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
+from rollwright.envs.on_arrays.columns import ArrayKind, Columns, TensorKind, row_form
 from rollwright.envs.on_arrays.entry_by_entry import by_entries, on_array
 from rollwright.envs.on_arrays.tensordicts import ByEntry, OnTensorDicts, RootTensorDicts
 from rollwright.errors import NotNative
@@ -101,11 +103,15 @@ class Transform(nn.Module):
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Change what a step returned (the content of ``"next"``)."""
-        return self._apply_to(next_tensordict, may_lack=False)
+        self._change(self._kind_of(next_tensordict), {}, next_tensordict)
+        return next_tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Change ``next_tensordict``, what the step that began at ``tensordict`` returned."""
-        return self._call(next_tensordict)
+        if not self._reads_root:
+            return self._call(next_tensordict)
+        self._change(self._kind_of(next_tensordict), tensordict, next_tensordict)
+        return next_tensordict
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         """Change what a reset returned.
@@ -115,9 +121,51 @@ class Transform(nn.Module):
                 that are reset; all are where there is none.
             tensordict_reset: the first data of those rows; what it holds in others is dropped later.
         """
-        if _overrides(self, "_call"):
-            return tensordict_reset
-        return self._apply_to(tensordict_reset, may_lack=True)
+        if not _overrides(self, "_call") or _overrides(self, "_begin"):
+            self._begin(self._kind_of(tensordict_reset), tensordict, tensordict_reset)
+        return tensordict_reset
+
+    # In place of these, the transforms of this library have a function of a step and one of a reset on columns: tensors,
+    # those of a TensorDict included, or (where they can) NumPy arrays in row form.
+
+    _reads_root = False  # whether a step reads what it begins from
+    resets_by_mask = True  # whether a reset of no rows changes nothing, and nothing is read to find that out
+
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        """Change what a step returned, in place.
+
+        Args:
+            kind: makes columns: a :class:`TensorKind` or an :class:`ArrayKind`.
+            root: what the step began from.
+            out: what it returned.
+        """
+        self._apply_to(out, may_lack=False)
+
+    def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
+        """Change what a reset returned, in place.
+
+        Args:
+            kind: see :meth:`_change`.
+            given: what was passed to the reset, its marks included.
+            fresh: what it returned.
+        """
+        self._apply_to(fresh, may_lack=True)
+
+    def _kind_of(self, td: TensorDictBase) -> TensorKind:
+        return TensorKind(td.batch_size, td.device, self._batch_ndim)
+
+    @property
+    def _batch_ndim(self) -> int:
+        return self._remember("ndim", lambda: 0 if self.parent is None else self.parent.ndim)
+
+    @property
+    def works_on_columns(self) -> bool:
+        """Whether it is of this library, and has functions of columns alone."""
+        return is_ours(type(self)) and not self.has_own("_call", *_OF_STEPS, "_reset", "transform_reset", *_OF_RESETS)
+
+    def has_own(self, *methods: str) -> bool:
+        """Whether its class, or the object, overrides one of some methods."""
+        return any(name in vars(self) or _overrides(self, name) for name in methods)
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """What the environment's reset is given, for what was passed to the reset (None: nothing was)."""
@@ -142,7 +190,8 @@ class Transform(nn.Module):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Change data outside of an environment: applies ``_apply_transform`` to the root's entries."""
-        return self._apply_to(tensordict, may_lack=False)
+        self._apply_to(tensordict, may_lack=False)
+        return tensordict
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
         """What the environment is given for ``tensordict``, which is left as it is."""
@@ -195,20 +244,17 @@ class Transform(nn.Module):
         own = vars(self).keys()
         if parent is None:
             raise NotNative(f"{name} is on no environment")
-        if "trim_frame" in own or _overrides(self, "trim_frame"):
+        if self.has_own("trim_frame"):
             raise NotNative(f"{name} changes frames once the data of the next step were taken from them")
-        of_resets = ("_reset_env_preprocess", "transform_reset_input")
-        if own & set(of_resets) or any(_overrides(self, method) for method in of_resets):
+        if self.has_own(*_OF_RESETS):
             raise NotNative(f"{name} changes what a reset is given")
         if own & {"_inv_call", "_inv_apply_transform", "inv"}:
             raise NotNative(f"{name} changes what a step is given, by a method of this object alone")
         spec = self.transform_output_spec(parent.output_spec.clone())
-        of_steps = ("_step", "transform_step")
-        reads_root = bool(own & set(of_steps)) or any(_overrides(self, method) for method in of_steps)
+        reads_root = self._reads_root or self.has_own(*_OF_STEPS)
         inverse = self._inverse_on_tensordicts(env, roots) if self.inverts else None
-        whole = ("_call", "_apply_to", "_read", *of_steps)
-        is_simple = not own & set(whole) and not any(_overrides(self, method) for method in whole)
-        by_entry = ByEntry(self._pairs(), lambda obs: self._apply_transform(obs)) if is_simple else None
+        is_whole = self.has_own("_call", "_apply_to", "_read", "_change", *_OF_STEPS)
+        by_entry = None if is_whole else ByEntry(self._pairs(), lambda obs: self._apply_transform(obs))
         return OnTensorDicts(
             self, name, env, parent.done_keys, spec, roots, reads_root=reads_root, by_entry=by_entry, inverse=inverse
         )
@@ -283,12 +329,26 @@ class Transform(nn.Module):
 
     # Help for subclasses ----------------------------------------------------------------------
 
-    def _apply_to(self, tensordict: TensorDictBase, *, may_lack: bool) -> TensorDictBase:
+    def _apply_to(self, columns: Columns, *, may_lack: bool) -> None:
         for in_key, out_key in self._pairs():
-            if may_lack and tensordict.get(in_key, None) is None:
-                continue
-            tensordict.set(out_key, self._apply_transform(self._read(tensordict, in_key)))
-        return tensordict
+            if not (may_lack and columns.get(in_key, None) is None):
+                columns[out_key] = self._apply_transform(self._read(columns, in_key))
+
+    def _on_rows(self, env: ArrayEnv, *, restarts: bool = False, **announced: Any) -> ArrayTransform:
+        """The array form of a transform whose functions take columns that are arrays.
+
+        Args:
+            env: the environment that it follows.
+            restarts: whether :meth:`_begin` reads which rows are reset.
+            **announced: attributes of :class:`ArrayTransform`.
+        """
+        kind, (group, *_) = ArrayKind(env.batch), self._groups
+
+        def restart(fresh: Values, rows: Rows | None) -> None:
+            self._begin(kind, {} if rows is None else {group.reset: rows}, fresh)
+
+        form = ArrayTransform({}, [], partial(self._change, kind), partial(self._begin, kind, {}))
+        return form.replace(restart=restart if restarts else None, **announced)
 
     def _pairs(self) -> list[tuple[NestedKey, NestedKey]]:
         """``(in_key, out_key)`` for what the environment returns."""
@@ -307,7 +367,7 @@ class Transform(nn.Module):
             )
         return list(zip(ins, outs, strict=True))
 
-    def _read(self, tensordict: TensorDictBase | Values, key: NestedKey) -> Any:
+    def _read(self, tensordict: Columns, key: NestedKey) -> Any:
         value = tensordict.get(key, None)
         if value is None:
             names = tensordict if isinstance(tensordict, dict) else tensordict.keys(True, True)
@@ -317,7 +377,7 @@ class Transform(nn.Module):
             )
         return value
 
-    def _carried(self, root: TensorDictBase | Values, key: NestedKey) -> Any:
+    def _carried(self, root: Columns, key: NestedKey) -> Any:
         """An entry that an earlier reset wrote, and that each step carries on."""
         value = root.get(key, None)
         if value is None:
@@ -561,6 +621,12 @@ def _nothing(*_: Any) -> None:
 
 
 _UNCHANGED = ArrayTransform({}, [], _nothing, _nothing)
+_OF_STEPS, _OF_RESETS = ("_step", "transform_step"), ("_reset_env_preprocess", "transform_reset_input")
+
+
+def is_ours(kind: type) -> bool:
+    """Whether a class is of this library: its functions of columns are those of its methods on TensorDicts."""
+    return kind.__module__.startswith("rollwright.")
 
 
 def _overrides(transform: Transform, method: str) -> bool:
@@ -598,7 +664,7 @@ def map_spec(
     return changed
 
 
-def kept(td: TensorDictBase, reset_key: NestedKey, key: NestedKey, fresh: torch.Tensor) -> torch.Tensor:
+def kept(td: Columns, reset_key: NestedKey, key: NestedKey, fresh: torch.Tensor) -> torch.Tensor:
     """``fresh`` where ``reset_key`` marks, else what ``td`` holds at ``key`` (if it holds both)."""
     mask, old = td.get(reset_key, None), td.get(key, None)
     if mask is None or old is None:

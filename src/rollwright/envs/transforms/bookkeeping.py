@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, cast
+from abc import abstractmethod
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
-from rollwright._tensors import device_of
 from rollwright.data.layout import IS_INIT, DoneGroup
 from rollwright.data.layout.rewards import summed_reward
-from rollwright.data.specs import Bounded, Composite, Unbounded
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values, constant
+from rollwright.data.specs import Binary, Bounded, Composite, TensorSpec, Unbounded
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform
+from rollwright.envs.on_arrays.columns import ArrayKind, Columns
 from rollwright.envs.transforms._time import expand_right, time_axis, trajectory_starts
 from rollwright.envs.transforms.base import KeySeq, Transform, kept
 from rollwright.errors import NotNative
 
-__all__ = ["Bookkeeping", "Cutting", "InitTracker", "RewardSum", "StepCounter"]
+__all__ = ["Adding", "Bookkeeping", "Cutting", "InitTracker", "RewardSum", "StepCounter"]
 
 
 Pairs = list[tuple[NestedKey, NestedKey]]
@@ -32,8 +32,57 @@ def _check_name(argument: str, name: object) -> str:
     return name
 
 
+class Adding(Transform):
+    """A transform that adds entries to observations; unless it says otherwise, each step reads those of the step before."""
+
+    _reads_root = True
+
+    @abstractmethod
+    def _added(self, batch: torch.Size) -> dict[NestedKey, TensorSpec]:
+        """Specs of the entries, for the batch of the environment."""
+
+    def _remembered(self) -> dict[NestedKey, TensorSpec]:
+        batch = torch.Size() if self.parent is None else self.parent.batch_size
+        return self._remember("added", lambda: self._added(batch))
+
+    def _first(self, kind: Any, key: NestedKey, spec: TensorSpec) -> Any:
+        """The column that an entry has at a reset."""
+        return kind.full(spec, 0)
+
+    def _reset_key(self, index: int) -> NestedKey | None:
+        """The ``"_reset"`` entry that decides about the entry at ``index``; None: as for the environment."""
+        return None
+
+    def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
+        for index, (key, spec) in enumerate(self._remembered().items()):
+            first, decides = self._first(kind, key, spec), self._reset_key(index)
+            fresh[key] = first if decides is None else kept(given, decides, key, first)
+
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
+        kind, added = ArrayKind(env.batch), self._remembered()
+        if any(self._reset_key(index) is not None for index in range(len(added))):
+            raise NotNative(f"{type(self).__name__} has a reset_key, or reset_keys")
+        entries = {key: kind.entry(spec) for key, spec in added.items()}
+        return self._on_rows(env, entries=entries, reads=list(entries) if self._reads_root else [])
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Announce the entries."""
+        return self._announce(observation_spec)
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """A step reads the entries."""
+        return self._announce(state_spec) if self._reads_root else state_spec
+
+    def _announce(self, spec: Composite) -> Composite:
+        changed = spec.clone()
+        for key, leaf in self._added(spec.shape).items():
+            changed.set(key, leaf.clone())
+        return changed
+
+
 class Bookkeeping(Transform):
-    """A transform that writes one entry beside the flags of each group."""
+    """A transform that has one entry beside the flags of each group."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -47,12 +96,11 @@ class Bookkeeping(Transform):
     def _keys(self) -> list[NestedKey]:
         return [key for _, key in self._entries]
 
-    def _flags(self, tensordict: TensorDictBase, group: DoneGroup) -> torch.Tensor:
-        """A tensor of the shape of the group's flags."""
-        done = tensordict.get(group.done, None)
-        if done is None:
-            return torch.zeros((*tensordict.batch_size, 1), dtype=torch.bool, device=device_of(tensordict))
-        return cast(torch.Tensor, done)
+    def _beside_flags(self) -> list[tuple[NestedKey, TensorSpec]]:
+        """The entries, each with the spec of the flag beside it."""
+        parent = self.parent
+        flags = Composite(done=Binary(shape=(1,))) if parent is None else parent.full_done_spec
+        return [(key, flags[group.done]) for group, key in self._entries]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """An error: collected data have the entry already, and others lack what it takes."""
@@ -62,7 +110,7 @@ class Bookkeeping(Transform):
         )
 
 
-class InitTracker(Bookkeeping):
+class InitTracker(Adding, Bookkeeping):
     """Marks the first step of each trajectory.
 
     ``is_init``, bool ``[*batch, 1]``, is True at the root of the first step after a reset and False
@@ -87,39 +135,17 @@ class InitTracker(Bookkeeping):
         """The entries that are written, one for each group of flags; for a transform of an environment."""
         return self._keys
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        for group, key in self._entries:
-            next_tensordict.set(key, torch.zeros_like(self._flags(next_tensordict, group)))
-        return next_tensordict
+    _reads_root = False
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        for group, key in self._entries:
-            mask = tensordict.get(group.reset, None)
-            first = torch.ones_like(self._flags(tensordict_reset, group)) if mask is None else mask.clone()
-            tensordict_reset.set(key, first)
-        return tensordict_reset
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        for key, spec in self._remembered().items():
+            out[key] = kind.full(spec, False)
 
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        (_, key), *_ = self._entries
-        entry = Entry((*env.batch, 1), np.dtype(np.bool_), True)
-        no, yes = constant(entry, False), constant(entry, True)
+    def _first(self, kind: Any, key: NestedKey, spec: TensorSpec) -> Any:
+        return kind.full(spec, True)
 
-        def step(root: Values, out: Values) -> None:
-            out[key] = no
-
-        def reset(fresh: Values) -> None:
-            fresh[key] = yes
-
-        return ArrayTransform({key: entry}, [], step, reset)
-
-    def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Announce the mark."""
-        output_spec = output_spec.clone()
-        for group, key in self._entries:
-            flag = output_spec["full_done_spec"][group.done]
-            output_spec["full_observation_spec"].set(key, flag.clone())
-        return output_spec
+    def _added(self, batch: torch.Size) -> dict[NestedKey, TensorSpec]:
+        return dict(self._beside_flags())
 
     def __repr__(self) -> str:
         return f"InitTracker(init_key={self.init_key!r})"
@@ -138,7 +164,7 @@ class Cutting(Bookkeeping):
         """The flags that may be set, one for each group; for a transform of an environment."""
         return [unravel((*group.prefix, self.truncated_key)) for group in self._groups]
 
-    def _cut(self, out: TensorDictBase | Values, group: DoneGroup, cut: Any) -> None:
+    def _cut(self, out: Columns, group: DoneGroup, cut: Any) -> None:
         """Set the flag of the group, and those of agents below it."""
         for place, flag, done_key in self._remember(f"flags {group.prefix}", lambda: self._flags_below(group)):
             done, truncated = out[place.done], out.get(flag, None)
@@ -159,16 +185,17 @@ class Cutting(Bookkeeping):
     def _beside(group: DoneGroup, name: str) -> NestedKey:
         return unravel((*group.prefix, name))
 
-    def _announce_flags(self, flags: Composite) -> None:
-        """Add what is set to the spec of the flags."""
+    def transform_done_spec(self, done_spec: Composite) -> Composite:
+        """Announce what is set."""
+        flags = done_spec.clone()
         for group in self._all_groups:
-            flag = flags[group.done]
             for name in ("done", "terminated", self.truncated_key):
                 if self._beside(group, name) not in flags:
-                    flags.set(self._beside(group, name), flag.clone())
+                    flags.set(self._beside(group, name), flags[group.done].clone())
+        return flags
 
 
-class StepCounter(Cutting):
+class StepCounter(Adding, Cutting):
     """Counts the steps of each trajectory, and may cut it short.
 
     ``step_count``, int64 ``[*batch, 1]``, is 0 at a reset and grows by one with each step. Where flags lie
@@ -209,55 +236,28 @@ class StepCounter(Cutting):
         """The entries that are written, one for each group of flags; for a transform of an environment."""
         return self._keys
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._count(self._entries, tensordict, next_tensordict)
-        return next_tensordict
-
-    def _count(self, entries: GroupEntries, root: TensorDictBase | Values, out: TensorDictBase | Values) -> None:
-        for group, key in entries:
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        for group, key in self._entries:
             out[key] = count = self._carried(root, key) + 1
             if self.max_steps is not None:
                 self._cut(out, group, count >= self.max_steps)
-
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        for group, key in self._entries:
-            zeros = torch.zeros_like(self._flags(tensordict_reset, group), dtype=torch.int64)
-            tensordict_reset.set(key, zeros)
-        return tensordict_reset
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
         if self.max_steps is not None and (self.truncated_key != "truncated" or not self.update_done):
             raise NotNative("StepCounter sets another flag than done and truncated")
-        (_, key), *_ = self._entries
-        entry = Entry((*env.batch, 1), np.dtype(np.int64), True)
-        zero = constant(entry, 0)
+        return super().on_arrays(env)
 
-        def reset(fresh: Values) -> None:
-            fresh[key] = zero
-
-        return ArrayTransform({key: entry}, [key], partial(self._count, self._entries), reset)
-
-    def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Announce the count, and the flag that it may set."""
-        output_spec = output_spec.clone()
-        flags = output_spec["full_done_spec"]
-        self._announce(output_spec["full_observation_spec"], flags)
-        if self.max_steps is not None:
-            self._announce_flags(flags)
-        return output_spec
-
-    def transform_state_spec(self, state_spec: Composite) -> Composite:
-        """A step reads the count."""
-        parent = self.parent
-        return state_spec if parent is None else self._announce(state_spec.clone(), parent.full_done_spec)
-
-    def _announce(self, spec: Composite, flags: Composite) -> Composite:
+    def _added(self, batch: torch.Size) -> dict[NestedKey, TensorSpec]:
         most = torch.iinfo(torch.int64).max
-        for group, key in self._entries:
-            flag = flags[group.done]
-            spec.set(key, Bounded(0, most, shape=flag.shape, dtype=torch.int64, device=flag.device))
-        return spec
+        return {
+            key: Bounded(0, most, shape=flag.shape, dtype=torch.int64, device=flag.device)
+            for key, flag in self._beside_flags()
+        }
+
+    def transform_done_spec(self, done_spec: Composite) -> Composite:
+        """Announce the flag that may be set."""
+        return done_spec if self.max_steps is None else super().transform_done_spec(done_spec)
 
     def __repr__(self) -> str:
         return f"StepCounter(max_steps={self.max_steps})"
@@ -271,7 +271,7 @@ def _as_deep(flag: Any, deep: Any) -> Any:
     return flag.reshape(*flag.shape[:-1], *(1,) * (deep.ndim - flag.ndim), 1).expand_as(deep)
 
 
-class RewardSum(Transform):
+class RewardSum(Adding):
     """Sums the rewards of each trajectory.
 
     ``episode_reward``, of the reward's shape and dtype, is 0 at a reset and grows by each reward; below
@@ -327,64 +327,24 @@ class RewardSum(Transform):
             )
         return super()._pairs()
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._sum(self._pairs(), tensordict, next_tensordict)
-        return next_tensordict
-
-    def _sum(self, pairs: Pairs, root: TensorDictBase | Values, out: TensorDictBase | Values) -> None:
-        for in_key, out_key in pairs:
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        for in_key, out_key in self._pairs():
             out[out_key] = self._carried(root, out_key) + self._reward(out, in_key)
 
-    def _reward(self, out: TensorDictBase | Values, key: NestedKey) -> Any:
+    def _reward(self, out: Columns, key: NestedKey) -> Any:
         """The reward of each step; of an answer whose tokens have one each, their sum."""
         if isinstance(out, LazyStackedTensorDict) and self.parent is not None and self.parent.has_token_rewards:
             return summed_reward(out, key, 1)
         return self._read(out, key)
 
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        if self.reset_keys:
-            raise NotNative("RewardSum has reset_keys")
-        pairs = self._pairs()
-        if unknown := [key for key, _ in pairs if key not in env.rewards]:
-            raise NotNative(f"RewardSum sums {unknown[0]!r}")
-        entries = {out_key: env.rewards[in_key] for in_key, out_key in pairs}
-        zeros = {key: constant(entry, 0) for key, entry in entries.items()}
+    def _reset_key(self, index: int) -> NestedKey | None:
+        return self.reset_keys[index % len(self.reset_keys)] if self.reset_keys else None
 
-        def reset(fresh: Values) -> None:
-            fresh.update(zeros)
-
-        return ArrayTransform(entries, list(entries), partial(self._sum, pairs), reset)
-
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        specs = self._rewards()
-        batch = tensordict_reset.batch_size
-        for index, (in_key, out_key) in enumerate(self._pairs()):
-            spec = specs[in_key]
-            shape, device = spec.shape[len(specs.shape) :], tensordict_reset.device or spec.device
-            sums = torch.zeros(batch + shape, dtype=spec.dtype, device=device)
-            if self.reset_keys:
-                sums = kept(tensordict, self.reset_keys[index % len(self.reset_keys)], out_key, sums)
-            tensordict_reset.set(out_key, sums)
-        return tensordict_reset
-
-    def _rewards(self) -> Composite:
+    def _added(self, batch: torch.Size) -> dict[NestedKey, TensorSpec]:
         parent = self.parent
-        if parent is not None:
-            return parent.full_reward_spec
-        return Composite({key: Unbounded((1,)) for key in self.in_keys})
-
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Announce the sums."""
-        observation_spec, rewards = observation_spec.clone(), self._rewards()
-        for in_key, out_key in self._pairs():
-            reward = rewards[in_key]
-            observation_spec.set(out_key, Unbounded(reward.shape, dtype=reward.dtype, device=reward.device))
-        return observation_spec
-
-    def transform_state_spec(self, state_spec: Composite) -> Composite:
-        """A step reads the sums."""
-        return self.transform_observation_spec(state_spec)
+        rewards = [(Unbounded((1,)) if parent is None else parent.full_reward_spec[in_key]) for in_key, _ in self._pairs()]
+        sums = [Unbounded(reward.shape, dtype=reward.dtype, device=reward.device) for reward in rewards]
+        return dict(zip(self.out_keys, sums, strict=True))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Sum rewards over the time dimension of data, from 0 where a trajectory, or a slice of one, begins."""

@@ -11,10 +11,10 @@ from tensordict import TensorDictBase
 
 from rollwright._foreign import kind_in
 from rollwright._keys import NestedKey, key_str, unravel
-from rollwright._tensors import device_of
 from rollwright.data.specs import Composite, NonTensor, TensorSpec
 from rollwright.data.specs.torchrl import from_torchrl
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Values, entries_of
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, entries_of
+from rollwright.envs.on_arrays.columns import Columns
 from rollwright.envs.transforms.base import Transform, kept
 from rollwright.errors import NotNative
 from rollwright.modules.primers import register_primer
@@ -119,30 +119,30 @@ class TensorDictPrimer(Transform):
 
     # Data -------------------------------------------------------------------------------------
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._carry(tensordict, next_tensordict)
-        return next_tensordict
+    _reads_root = True
 
-    def _carry(self, root: TensorDictBase | Values, out: TensorDictBase | Values) -> None:
+    @property
+    def resets_by_mask(self) -> bool:
+        """See :class:`Transform`; no values are drawn where nothing is reset."""
+        values = self.default_value.values() if isinstance(self.default_value, dict) else [self.default_value]
+        return not self.random and not any(map(callable, values))
+
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
         for key in self._remember("keys", lambda: self._keys):
             if out.get(key, None) is None:
                 out[key] = self._carried(root, key)
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        specs = self._placed(tensordict_reset.batch_size)
-        device = tensordict_reset.device
+    def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
+        specs = self._placed(kind.batch)
         if self.single_default_value:
-            return self._reset_at_once(tensordict, tensordict_reset, specs)
+            fresh.update(self._at_once(kind, given, specs))
+            return
         for key, spec in specs.items():
-            value = self._first(key, spec)
-            if device is not None and isinstance(value, torch.Tensor):
-                value = value.to(device)
-            if self.reset_key is not None:
-                value = kept(tensordict, self.reset_key, key, value)
-            tensordict_reset.set(key, value)
-        return tensordict_reset
+            value = self._value(key, spec)
+            value = kind.whole(value) if isinstance(value, torch.Tensor) else value
+            fresh[key] = value if self.reset_key is None else kept(given, self.reset_key, key, value)
 
-    def _first(self, key: NestedKey, spec: TensorSpec) -> Any:
+    def _value(self, key: NestedKey, spec: TensorSpec) -> Any:
         """The first value of an entry, for the whole batch."""
         if self.random:
             return spec.rand()
@@ -163,16 +163,11 @@ class TensorDictPrimer(Transform):
         spec.assert_is_in(value, key)
         return value.clone()
 
-    def _reset_at_once(
-        self, td: TensorDictBase, fresh: TensorDictBase, specs: dict[NestedKey, TensorSpec]
-    ) -> TensorDictBase:
-        batch = fresh.batch_size
-        mask = td.get(self.reset_key or self._groups[0].reset, None)
-        rows = (
-            torch.ones(batch, dtype=torch.bool, device=device_of(fresh))
-            if mask is None
-            else mask.reshape(*batch, -1).any(-1)
-        )
+    def _at_once(self, kind: Any, given: Columns, specs: dict[NestedKey, TensorSpec]) -> dict[Any, Any]:
+        """First values of all entries, by one call."""
+        batch, mask = kind.batch, given.get(self.reset_key or self._groups[0].reset, None)
+        device = kind.device or next((spec.device for spec in specs.values()), None)
+        rows = torch.ones(batch, dtype=torch.bool, device=device) if mask is None else mask.reshape(*batch, -1).any(-1)
         make = cast(Callable[..., TensorDictBase], self.default_value)
         parameters = inspect.signature(make).parameters.values()
         takes_rows = any(p.name == "reset" or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -182,12 +177,12 @@ class TensorDictPrimer(Transform):
             raise ValueError(f"default_value: expected it to return all primers, got none for {key_str(missing)}.")
         made = made.select(*specs)
         if made.batch_size != batch:
-            values = Composite(specs, shape=batch, device=fresh.device).zero()
+            values = Composite(specs, shape=batch, device=kind.device).zero()
             values[rows] = made
             made = values
         for key, spec in specs.items():
             spec.assert_is_in(made.get(key), key)
-        return fresh.update(made)
+        return {key: made.get(key) for key in specs}
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write first values into data of any batch size."""
@@ -200,26 +195,8 @@ class TensorDictPrimer(Transform):
         if self.single_default_value or self.reset_key is not None:
             raise NotNative("TensorDictPrimer has a reset_key, or one default value for all")
         specs = self._placed(torch.Size(env.batch))
-        if any(isinstance(spec, NonTensor) for spec in specs.values()):
-            raise NotNative("TensorDictPrimer holds objects")
         entries = entries_of(self.transform_observation_spec(self.primers.empty().expand(env.batch)), len(env.batch))
-
-        constants: dict[NestedKey, tuple[Any, Any]] = {}
-
-        def first(key: NestedKey, spec: TensorSpec) -> Any:
-            default = self.default_value
-            if self.random or not isinstance(default, (int, float)):
-                return self._first(key, spec).detach().cpu().numpy()
-            known = constants.get(key)
-            if known is None or known[0] != default:
-                constants[key] = known = default, self._first(key, spec).cpu().numpy()
-            return known[1].copy()
-
-        def reset(fresh: Values) -> None:
-            for key, spec in specs.items():
-                fresh[key] = first(key, spec)
-
-        return ArrayTransform(entries, list(specs), self._carry, reset)
+        return self._on_rows(env, entries=entries, reads=list(specs))
 
     # Specs ------------------------------------------------------------------------------------
 

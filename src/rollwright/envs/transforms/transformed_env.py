@@ -21,7 +21,7 @@ from rollwright.envs.own.tensors import OwnTensors
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.compose import Compose, TransformLike, as_chain
 from rollwright.envs.transforms.forms.arrays import TransformedArrays
-from rollwright.envs.transforms.forms.tensors import transformed_tensors
+from rollwright.envs.transforms.forms.tensors import TransformedTensors
 from rollwright.envs.wrapper import WrapperEnv
 from rollwright.errors import EnvError
 
@@ -189,7 +189,7 @@ class TransformedEnv(WrapperEnv):
         return TransformedArrays(self, TransformedEnv)
 
     def _tensor_form(self) -> OwnTensors:
-        return transformed_tensors(self, TransformedEnv)
+        return TransformedTensors(self, TransformedEnv)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Write random actions, by the base environment's own method where it has one that still fits."""

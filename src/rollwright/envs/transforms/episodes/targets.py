@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
-from rollwright.data.specs import Composite, TensorSpec, Unbounded
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values
-from rollwright.envs.transforms.base import KeySeq, Transform, kept
-from rollwright.errors import NotNative
+from rollwright.data.specs import TensorSpec, Unbounded
+from rollwright.envs.on_arrays.columns import Columns
+from rollwright.envs.transforms.base import KeySeq
+from rollwright.envs.transforms.bookkeeping import Adding
 
 __all__ = ["TargetReturn"]
 
@@ -20,7 +19,7 @@ MODES = ("reduce", "constant")
 Pairs = list[tuple[NestedKey, NestedKey]]
 
 
-class TargetReturn(Transform):
+class TargetReturn(Adding):
     """Gives policies a return to reach, as decision transformers read it.
 
     The entry has the shape and dtype of the reward. With each reset it is ``target_return``; with each step the reward
@@ -82,27 +81,16 @@ class TargetReturn(Transform):
                 )
         return super()._pairs()
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._take(self._pairs(), tensordict, next_tensordict)
-        return next_tensordict
-
-    def _take(self, pairs: Pairs, root: TensorDictBase | Values, out: TensorDictBase | Values) -> None:
-        for in_key, out_key in pairs:
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        for in_key, out_key in self._pairs():
             left = self._carried(root, out_key)
             out[out_key] = left - self._read(out, in_key) if self.mode == "reduce" else left
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        for (_, out_key), spec in zip(self._pairs(), self._specs(), strict=True):
-            shape = tensordict_reset.batch_size + spec.shape[len(self._batch()) :]
-            device = tensordict_reset.device or spec.device
-            target = torch.full(shape, self.target_return, dtype=spec.dtype, device=device)
-            if self.reset_key is not None:
-                target = kept(tensordict, self.reset_key, out_key, target)
-            tensordict_reset.set(out_key, target)
-        return tensordict_reset
+    def _first(self, kind: Any, key: NestedKey, spec: TensorSpec) -> Any:
+        return kind.full(spec, self.target_return)
 
-    def _batch(self) -> torch.Size:
-        return torch.Size() if self.parent is None else self.parent.batch_size
+    def _reset_key(self, index: int) -> NestedKey | None:
+        return self.reset_key
 
     def _specs(self) -> list[TensorSpec]:
         """The specs of ``in_keys``."""
@@ -122,26 +110,9 @@ class TargetReturn(Transform):
             found.append(holder[key])
         return found
 
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        pairs = self._pairs()
-        if self.reset_key is not None or any(key not in env.rewards for key, _ in pairs):
-            raise NotNative("TargetReturn has a reset_key, or reads what is no reward")
-        entries = {out_key: env.rewards[key] for key, out_key in pairs}
-        first = {key: _filled(entry, self.target_return) for key, entry in entries.items()}
-        return ArrayTransform(entries, list(entries), partial(self._take, pairs), lambda fresh: fresh.update(first))
-
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Announce the return that is left."""
-        observation_spec = observation_spec.clone()
-        for (_, out_key), spec in zip(self._pairs(), self._specs(), strict=True):
-            dtype = spec.dtype or torch.float32
-            observation_spec.set(out_key, Unbounded(spec.shape, dtype=dtype, device=spec.device))
-        return observation_spec
-
-    def transform_state_spec(self, state_spec: Composite) -> Composite:
-        """A step reads what was left."""
-        return self.transform_observation_spec(state_spec)
+    def _added(self, batch: torch.Size) -> dict[NestedKey, TensorSpec]:
+        left = [Unbounded(spec.shape, dtype=spec.dtype or torch.float32, device=spec.device) for spec in self._specs()]
+        return dict(zip([key for _, key in self._pairs()], left, strict=True))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """An error: it follows an environment from its reset on."""
@@ -150,6 +121,3 @@ class TargetReturn(Transform):
     def __repr__(self) -> str:
         return f"TargetReturn(target_return={self.target_return}, mode={self.mode!r})"
 
-
-def _filled(entry: Entry, value: float) -> object:
-    return np.full(entry.shape[:-1] if entry.column else entry.shape, value, entry.dtype)[()]

@@ -32,7 +32,7 @@ from rollwright.envs.libs.torchrl.transforms import settings_of
 from rollwright.envs.libs.torchrl.watch import Watch
 from rollwright.envs.on_arrays.chain import ArrayChain, ChainDeviation
 from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
-from rollwright.envs.transforms.base import EntryTransform, Transform
+from rollwright.envs.transforms.base import EntryTransform, Transform, is_ours
 from rollwright.envs.transforms.foreign import ForeignTransform
 from rollwright.envs.transforms.forms.tensors import parts_of
 from rollwright.envs.transforms.frames import CatFrames
@@ -73,6 +73,11 @@ def _leaves(transform: Transform, objects: list[NestedKey]) -> bool:
 
 def _same(now: list[Transform], then: list[Transform]) -> bool:
     return len(now) == len(then) and all(map(is_, now, then))
+
+
+def _has_form(kind: type) -> bool:
+    """Whether a class has an array form of its own; what users inherit from one of this library may do something else."""
+    return "on_arrays" in vars(kind) or (is_ours(kind) and getattr(kind, "on_arrays", None) is not Transform.on_arrays)
 
 
 class TransformedArrays(WrapperArrays):
@@ -118,7 +123,7 @@ class TransformedArrays(WrapperArrays):
         kind = type(transform)
         if objects and not _leaves(transform, objects):
             raise NotNative(f"entry {objects[0]!r} holds objects, and {kind.__name__} may change it")
-        make = kind.on_arrays if "on_arrays" in vars(kind) else ARRAY_FORMS.get(kind)
+        make = kind.on_arrays if _has_form(kind) else ARRAY_FORMS.get(kind)
         is_unknown = isinstance(transform, ForeignTransform) and not transform.is_known
         if make is None or is_unknown or OVERRIDABLE & vars(transform).keys():
             if self._base.flags or self._base.nests:
@@ -303,7 +308,7 @@ def register_array_form(kind: type, make: Make | None = None) -> None:
     """
     if not isinstance(kind, type):
         raise TypeError(f"kind: expected a class of transforms, got {kind!r}. Pass the class.")
-    if "on_arrays" in vars(kind) or kind in ARRAY_FORMS:
+    if _has_form(kind) or kind in ARRAY_FORMS:
         raise ValueError(f"kind: {kind.__name__} has an array form already. Register each class once.")
     if make is None:
         more = [name for name in _WHOLE if getattr(kind, name, None) is not getattr(Transform, name)]
