@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey
 from rollwright.data.specs import TensorSpec
 from rollwright.data.specs.gymspaces import numpy_dtype
 from rollwright.envs.arrays import Entry, Values
 
-__all__ = ["ArrayKind", "Columns", "TensorKind", "cast", "clip", "row_form", "sign"]
+__all__ = [
+    "ArrayKind",
+    "Columns",
+    "TensorKind",
+    "at_least",
+    "cast",
+    "clip",
+    "join",
+    "quiet",
+    "root",
+    "row_form",
+    "sign",
+    "total",
+]
 
 Columns = Values | TensorDictBase
 
@@ -40,7 +54,21 @@ class TensorKind(NamedTuple):
         """A tensor of the transform's own as a column that keeps its last dimension."""
         return tensor if self.device is None else tensor.to(self.device)
 
-    column = whole  #: A tensor of the transform's own as a column.
+    def column(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the transform's own as a column."""
+        return self.whole(tensor)
+
+    def tensor(self, index: int, column: torch.Tensor) -> torch.Tensor:
+        """A column that is read, of the transform's entry at ``index``, as a tensor of its whole shape."""
+        return column
+
+    def array(self, index: int, column: torch.Tensor) -> torch.Tensor:
+        """The same where an array will do."""
+        return column
+
+    def flags(self, column: torch.Tensor) -> torch.Tensor:
+        """The same for flags."""
+        return column
 
     def kept(self, column: torch.Tensor) -> torch.Tensor:
         """A copy of a column that is handed out, and may then be changed in place."""
@@ -52,31 +80,58 @@ class ArrayKind:
 
     Args:
         batch: their batch size.
+        forms: of the entries that the transform reads as tensors.
     """
 
-    def __init__(self, batch: tuple[int, ...]) -> None:
-        self.batch = torch.Size(batch)
+    device = torch.device("cpu")
+
+    def __init__(self, batch: tuple[int, ...], forms: Sequence[Entry] = ()) -> None:
+        self.batch, self._forms = torch.Size(batch), forms
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def full(self, spec: TensorSpec, value: Any) -> Any:
         """A column of one value."""
-        key = spec.shape, spec.dtype, value
-        if key not in self._known:
-            self._known[key] = self.column(torch.full(spec.shape, value, dtype=spec.dtype, device="cpu"))
-        return self._known[key]
+        known = self._known.get((id(spec), value))
+        if known is None:
+            column = self.column(torch.full(self._shape(spec), value, dtype=spec.dtype, device="cpu"))
+            known = self._known[id(spec), value] = spec, column  # whose id is that of no other one then
+        return known[1]
 
     def whole(self, tensor: torch.Tensor) -> Any:
         """See :class:`TensorKind`."""
-        return tensor.detach().cpu().numpy()
+        return tensor.numpy()
 
     def column(self, tensor: torch.Tensor) -> Any:
         """See :class:`TensorKind`."""
         array = self.whole(tensor)
         return row_form(array) if array.shape == (*self.batch, 1) else array
 
-    def entry(self, spec: TensorSpec) -> Entry:
+    def entry(self, spec: TensorSpec | torch.Tensor) -> Entry:
         """Shape and dtype of :meth:`column`."""
-        return Entry(tuple(spec.shape), np.dtype(numpy_dtype(spec.dtype)), tuple(spec.shape) == (*self.batch, 1))
+        dtype = np.dtype(numpy_dtype(spec.dtype or torch.float32))
+        shape = self._shape(spec)
+        return Entry(shape, dtype, shape == (*self.batch, 1))
+
+    def _shape(self, spec: TensorSpec | torch.Tensor) -> tuple[int, ...]:
+        return (
+            *self.batch,
+            *spec.shape[len(self.batch) :],
+        )  # specs are of all environments, of which this may be a part
+
+    def tensor(self, index: int, column: Any) -> torch.Tensor:
+        """See :class:`TensorKind`; over the memory of an array that is no column."""
+        array = self.array(index, column)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+    def array(self, index: int, column: Any) -> Any:
+        """A column that is read, of the transform's entry at ``index``, as an array of its whole shape."""
+        form = self._forms[index]
+        return np.asarray(column, form.dtype).reshape(form.shape) if form.column else np.asarray(column)
+
+    def flags(self, column: Any) -> torch.Tensor:
+        """See :class:`TensorKind`."""
+        flags = torch.from_numpy(np.array(column))
+        return flags.unsqueeze(-1) if flags.ndim == len(self.batch) else flags
 
     def kept(self, column: Any) -> Any:
         """The column itself."""
@@ -88,15 +143,52 @@ def row_form(array: Any) -> Any:
     return array[0] if array.ndim == 1 else array[..., 0]
 
 
+def quiet(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of arrays that warns of no overflow, as one of tensors."""
+
+    def call(value: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return function(value)
+
+    return call
+
+
 # What tensors and arrays do by other names ------------------------------------------------------------
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Values of another dtype."""
+def cast(value: Any, dtype: Any) -> Any:
+    """Values of another dtype, which is one of torch, or that of an array."""
+    return value.to(dtype) if isinstance(value, torch.Tensor) else value.astype(_of_numpy(dtype))
+
+
+@cache
+def _of_numpy(dtype: Any) -> Any:
+    return np.dtype(numpy_dtype(dtype)) if isinstance(dtype, torch.dtype) else dtype
+
+
+def join(values: list[Any], dim: int) -> Any:
+    """``torch.cat``."""
+    return torch.cat(values, dim) if isinstance(values[0], torch.Tensor) else np.concatenate(values, dim)
+
+
+def at_least(value: Any, low: float) -> Any:
+    """``torch.clamp_min``."""
+    return value.clamp_min(low) if isinstance(value, torch.Tensor) else np.maximum(value, low)
+
+
+def total(value: Any, ndim: int) -> Any:
+    """The sum over the first ``ndim`` dimensions, in the order in which torch adds."""
+    if not ndim:
+        return value
     if isinstance(value, torch.Tensor):
-        return value.to(dtype)
-    with np.errstate(all="ignore"):  # as torch does
-        return value.astype(numpy_dtype(dtype))
+        return value.sum(tuple(range(ndim)))
+    return total(torch.from_numpy(value), ndim).numpy()
+
+
+def root(value: Any) -> Any:
+    """The square root, in place: torch's, since that of NumPy is another one in the last bit."""
+    (value if isinstance(value, torch.Tensor) else torch.from_numpy(value)).sqrt_()
+    return value
 
 
 def clip(value: Any, low: float | None, high: float | None) -> Any:

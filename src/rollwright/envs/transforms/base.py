@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 from rollwright.data.layout import DoneGroup, deciding_groups, done_groups
 from rollwright.data.specs import Composite, TensorSpec
+from rollwright.data.specs.gymspaces import numpy_dtype
 from rollwright.envs._partial_reset import mask_like
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
 from rollwright.envs.on_arrays.columns import ArrayKind, Columns, TensorKind, row_form
@@ -125,8 +127,8 @@ class Transform(nn.Module):
             self._begin(self._kind_of(tensordict_reset), tensordict, tensordict_reset)
         return tensordict_reset
 
-    # In place of these, the transforms of this library have a function of a step and one of a reset on columns: tensors,
-    # those of a TensorDict included, or (where they can) NumPy arrays in row form.
+    # In place of these, the transforms of this library have a function of a step and one of a reset on columns:
+    # tensors, those of a TensorDict included, or NumPy arrays in row form.
 
     _reads_root = False  # whether a step reads what it begins from
     resets_by_mask = True  # whether a reset of no rows changes nothing, and nothing is read to find that out
@@ -334,18 +336,21 @@ class Transform(nn.Module):
             if not (may_lack and columns.get(in_key, None) is None):
                 columns[out_key] = self._apply_transform(self._read(columns, in_key))
 
-    def _on_rows(self, env: ArrayEnv, *, restarts: bool = False, **announced: Any) -> ArrayTransform:
+    def _on_rows(
+        self, env: ArrayEnv, forms: Sequence[Entry] = (), *, restarts: bool = False, **announced: Any
+    ) -> ArrayTransform:
         """The array form of a transform whose functions take columns that are arrays.
 
         Args:
             env: the environment that it follows.
+            forms: of the entries that it reads as tensors.
             restarts: whether :meth:`_begin` reads which rows are reset.
             **announced: attributes of :class:`ArrayTransform`.
         """
-        kind, (group, *_) = ArrayKind(env.batch), self._groups
+        kind, (group, *_) = ArrayKind(env.batch, forms), self._groups
 
         def restart(fresh: Values, rows: Rows | None) -> None:
-            self._begin(kind, {} if rows is None else {group.reset: rows}, fresh)
+            self._begin(kind, {} if rows is None else {group.reset: kind.flags(rows)}, fresh)
 
         form = ArrayTransform({}, [], partial(self._change, kind), partial(self._begin, kind, {}))
         return form.replace(restart=restart if restarts else None, **announced)
@@ -402,11 +407,11 @@ class Transform(nn.Module):
         parent = self.parent
         return done_groups(["done", "terminated", "truncated"]) if parent is None else parent.done_groups
 
-    def _fresh(self, tensordict: TensorDictBase, key: NestedKey, value: torch.Tensor) -> torch.Tensor | None:
+    def _fresh(self, kind: Any, given: Columns, key: NestedKey, value: torch.Tensor) -> torch.Tensor | None:
         """Which elements of ``value``, at ``key``, are reset: bool that broadcasts to it; None: all."""
-        marks = {group.prefix: tensordict.get(group.reset, None) for group in self._groups}
+        marks = {group.prefix: given.get(group.reset, None) for group in self._groups}
         masks = {prefix: mask for prefix, mask in marks.items() if mask is not None}
-        return mask_like(masks, as_tuple(key)[:-1], value, tensordict.ndim) if masks else None
+        return mask_like(masks, as_tuple(key)[:-1], value, len(kind.batch)) if masks else None
 
     def _needs_all_rows(self, env: ArrayEnv) -> None:
         """Test, in ``on_arrays`` of a transform that keeps something for each row, that ``env`` has all of them.
@@ -565,27 +570,23 @@ class EntryTransform(Transform):
         """The spec of what the environment is given, as the policy sees it."""
         return self._change_spec(spec)
 
-    def _entry_by_entry(
-        self, env: ArrayEnv, change: Callable[[Entry], tuple[Entry, Callable[[Any], Any]]]
-    ) -> ArrayTransform:
-        """The array form, for ``on_arrays`` of subclasses.
+    _restarts = False  # whether it keeps something for each row: what it does to arrays then takes the rows of a reset
 
-        Args:
-            env: the environment that it follows.
-            change: for an entry, what it becomes, and the function of its values.
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`.
 
         Raises:
             NotNative: the transform changes flags, or what the environment is given beside actions.
         """
         entries: dict[NestedKey, Entry] = {}
         rewards: dict[NestedKey, Entry] = {}
-        calls: list[tuple[NestedKey, NestedKey, Callable[[Any], Any]]] = []
-        for key, out_key in self._pairs():
+        calls: list[tuple[NestedKey, NestedKey, Callable[..., Any]]] = []
+        for index, (key, out_key) in enumerate(self._pairs()):
             of_reward = key in env.rewards or key in rewards
             known = {**env.rewards, **rewards} if of_reward else {**env.entries, **entries}
             if key not in known:
                 raise NotNative(f"{type(self).__name__} changes {key!r}, which is neither an observation nor a reward")
-            (rewards if of_reward else entries)[out_key], function = change(known[key])
+            (rewards if of_reward else entries)[out_key], function = self._change_array(index, known[key], env.batch)
             calls.append((key, out_key, function))
         of_observations = [call for call in calls if call[1] in entries]
 
@@ -593,11 +594,42 @@ class EntryTransform(Transform):
             for key, out_key, function in calls:
                 out[out_key] = function(out[key])
 
-        def reset(fresh: Values) -> None:
+        def reset(fresh: Values, *rows: Rows | None) -> None:
             for key, out_key, function in of_observations:
-                fresh[out_key] = function(fresh[key])
+                fresh[out_key] = function(fresh[key], *rows)
 
-        return self.with_inverse(env, ArrayTransform(entries, [], step, reset, rewards))
+        form = ArrayTransform(entries, [], step, reset, rewards, restart=reset if self._restarts else None)
+        return self.with_inverse(env, form)
+
+    def _change_array(self, index: int, entry: Entry, batch: tuple[int, ...]) -> tuple[Entry, Callable[..., Any]]:
+        """What becomes of an entry on arrays, and the function of its values in row form.
+
+        Args:
+            index: place among ``in_keys``.
+            entry: its form.
+            batch: of the environment.
+
+        Raises:
+            NotNative: it cannot be changed, or would be no column any more.
+        """
+        name, kind = type(self).__name__, ArrayKind(batch, [entry])
+        try:
+            example = self._apply_transform(torch.from_numpy(np.zeros(entry.shape, entry.dtype)))
+            found = Entry(tuple(example.shape), np.dtype(numpy_dtype(example.dtype)), entry.column)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise NotNative(f"{name}: {error}") from error
+        if entry.column and found.shape != entry.shape:
+            raise NotNative(f"{name} changes shape {entry.shape} to {found.shape}")
+
+        def on_tensor(value: Any) -> Any:
+            array = self._apply_transform(kind.tensor(0, value)).numpy()
+            return row_form(array) if entry.column else array
+
+        return found, self._array_function(entry) or on_tensor
+
+    def _array_function(self, entry: Entry) -> Callable[[Any], Any] | None:
+        """``_apply_transform``, where it takes arrays of an entry in row form, and has torch's bits."""
+        return None
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Observations after the change."""

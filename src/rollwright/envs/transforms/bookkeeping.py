@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ def _check_name(argument: str, name: object) -> str:
 
 
 class Adding(Transform):
-    """A transform that adds entries to observations; unless it says otherwise, each step reads those of the step before."""
+    """A transform that adds entries to observations; each step reads those of the step before."""
 
     _reads_root = True
 
@@ -42,8 +42,10 @@ class Adding(Transform):
         """Specs of the entries, for the batch of the environment."""
 
     def _remembered(self) -> dict[NestedKey, TensorSpec]:
-        batch = torch.Size() if self.parent is None else self.parent.batch_size
-        return self._remember("added", lambda: self._added(batch))
+        memo = self.__dict__["_memo"]
+        if "added" not in memo:
+            memo["added"] = self._added(torch.Size() if self.parent is None else self.parent.batch_size)
+        return cast(dict[NestedKey, TensorSpec], memo["added"])
 
     def _first(self, kind: Any, key: NestedKey, spec: TensorSpec) -> Any:
         """The column that an entry has at a reset."""
@@ -244,8 +246,8 @@ class StepCounter(Adding, Cutting):
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
-        if self.max_steps is not None and (self.truncated_key != "truncated" or not self.update_done):
-            raise NotNative("StepCounter sets another flag than done and truncated")
+        if self.max_steps is not None and not self.update_done:
+            raise NotNative("StepCounter sets another flag than done")
         return super().on_arrays(env)
 
     def _added(self, batch: torch.Size) -> dict[NestedKey, TensorSpec]:
@@ -342,7 +344,8 @@ class RewardSum(Adding):
 
     def _added(self, batch: torch.Size) -> dict[NestedKey, TensorSpec]:
         parent = self.parent
-        rewards = [(Unbounded((1,)) if parent is None else parent.full_reward_spec[in_key]) for in_key, _ in self._pairs()]
+        keys = [in_key for in_key, _ in self._pairs()]
+        rewards = [Unbounded((1,)) if parent is None else parent.full_reward_spec[key] for key in keys]
         sums = [Unbounded(reward.shape, dtype=reward.dtype, device=reward.device) for reward in rewards]
         return dict(zip(self.out_keys, sums, strict=True))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 
@@ -12,11 +11,11 @@ from rollwright._keys import NestedKey, as_tuple, checked_key, unravel
 from rollwright.data.layout import DONE
 from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
+from rollwright.envs.arrays import Entry
 from rollwright.envs.transforms._time import expand_right, time_axis, trajectory_starts
-from rollwright.envs.transforms.base import KeySeq, Transform, map_spec
+from rollwright.envs.transforms.base import KeySeq, map_spec
+from rollwright.envs.transforms.entries.stateful import StatefulTransform
 from rollwright.envs.transforms.frame_slices import LastOfSlices, SliceForEach
-from rollwright.errors import NotNative
 
 __all__ = ["CatFrames"]
 
@@ -24,7 +23,7 @@ PADDINGS = ("same", "constant")
 _BEGINS: NestedKey = "_slice_begins"  # marks of the sampler, which the transform takes out again
 
 
-class CatFrames(Transform):
+class CatFrames(StatefulTransform):
     """Joins each observation with the ``N - 1`` before it in the trajectory, oldest first.
 
     At the start of a trajectory, what is missing is the first observation repeated (``padding="same"``) or
@@ -96,42 +95,25 @@ class CatFrames(Transform):
 
     # In an environment ------------------------------------------------------------------------
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        for index, (in_key, out_key) in enumerate(self._pairs()):
-            frame = self._read(next_tensordict, in_key)
-            past = self.past(index, in_key, frame)
-            size = past.shape[self.dim] // self.N
-            joined = torch.cat([past.narrow(self.dim, size, size * (self.N - 1)), frame], self.dim)
-            self.keep(index, joined.clone())  # what was handed out may be changed in place
-            next_tensordict.set(out_key, joined)
-        return next_tensordict
+    def _next(self, kind: Any, index: int, value: torch.Tensor) -> torch.Tensor:
+        past = self.past(index, value)
+        size = value.shape[self.dim]
+        joined = torch.cat([past.narrow(self.dim, size, size * (self.N - 1)), value], self.dim)
+        self._buffers[f"frames_{index}"] = kind.kept(joined)
+        return joined
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        for index, (in_key, out_key) in enumerate(self._pairs()):
-            frame = tensordict_reset.get(in_key, None)
-            if frame is None:
-                continue
-            self._check_dim(frame.ndim - tensordict_reset.ndim, in_key)
-            joined = self._start(frame)
-            tensordict_reset.set(out_key, joined)
-            fresh = self._fresh(tensordict, in_key, joined)
-            if self.reset_key is not None and (mask := tensordict.get(self.reset_key, None)) is not None:
-                fresh = mask.reshape(mask.shape + (1,) * (joined.ndim - mask.ndim))
-            past = self.held(index)
-            if fresh is not None and past is not None and past.shape == joined.shape:
-                joined = torch.where(fresh, joined, past)
-            self.keep(index, joined.clone())  # what was handed out may be changed in place
-        return tensordict_reset
-
-    def keep(self, index: int, joined: torch.Tensor) -> None:
-        """Take ``joined`` for the past frames of an entry, by its place among ``in_keys``."""
-        self._buffers[f"frames_{index}"] = joined
+    def _first(self, kind: Any, index: int, value: torch.Tensor, fresh: torch.Tensor | None) -> torch.Tensor:
+        self._check_dim(value.ndim - len(kind.batch), self.in_keys[index])
+        begins = value if self.padding == "same" else torch.full_like(value, self.padding_value)
+        joined = torch.cat([begins] * (self.N - 1) + [value], self.dim)
+        self._keep(kind, f"frames_{index}", joined, fresh)
+        return joined
 
     def held(self, index: int) -> torch.Tensor | None:
         """The past frames of an entry, by its place among ``in_keys``; None before the first reset."""
         return self._buffers[f"frames_{index}"]
 
-    def past(self, index: int, key: NestedKey, frame: torch.Tensor) -> torch.Tensor:
+    def past(self, index: int, frame: torch.Tensor) -> torch.Tensor:
         """The frames that ``frame`` is the next of.
 
         Raises:
@@ -143,15 +125,10 @@ class CatFrames(Transform):
         if past is None or list(past.shape) != shape:
             held = "none" if past is None else f"frames of shape {list(past.shape)}"
             raise RuntimeError(
-                f"CatFrames: expected past frames of shape {shape} for {key!r}, got {held}. "
+                f"CatFrames: expected past frames of shape {shape} for {self.in_keys[index]!r}, got {held}. "
                 "Reset the environment before stepping it."
             )
         return past
-
-    def _start(self, frame: torch.Tensor) -> torch.Tensor:
-        """The frames of a trajectory that begins with ``frame``."""
-        first = frame if self.padding == "same" else torch.full_like(frame, self.padding_value)
-        return torch.cat([first] * (self.N - 1) + [frame], self.dim)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Observations ``N`` times as long along ``dim``."""
@@ -179,32 +156,11 @@ class CatFrames(Transform):
 
     # On arrays --------------------------------------------------------------------------------
 
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        self._needs_all_rows(env)
-        if self.reset_key not in (None, *(group.reset for group in self._groups)):
-            raise NotNative("CatFrames has a reset_key of its own")
-        entries: dict[NestedKey, Entry] = {}
-        stacks: list[_Stack] = []
-        for index, (key, out_key) in enumerate(self._pairs()):
-            entry = {**env.entries, **entries}.get(key)
-            if entry is None:
-                raise NotNative(f"CatFrames joins {key!r}, which is no observation")
-            self._check_dim(len(entry.shape) - len(env.batch), key)
-            shape = list(entry.shape)
-            shape[self.dim] *= self.N
-            entries[out_key] = Entry(tuple(shape), entry.dtype, False)
-            stacks.append(_Stack(self, index, key, entry))
-
-        def step(root: Values, out: Values) -> None:
-            for stack, out_key in zip(stacks, entries, strict=True):
-                out[out_key] = stack.joined(out[stack.key])
-
-        def restart(fresh: Values, rows: Rows | None) -> None:
-            for stack, out_key in zip(stacks, entries, strict=True):
-                fresh[out_key] = stack.started(fresh[stack.key], rows)
-
-        return ArrayTransform(entries, [], step, lambda fresh: restart(fresh, None), restart=restart)
+    def _changed_entry(self, key: NestedKey, entry: Entry, ndim: int) -> Entry:
+        self._check_dim(len(entry.shape) - ndim, key)
+        shape = list(entry.shape)
+        shape[self.dim] *= self.N
+        return Entry(tuple(shape), entry.dtype, False)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # New buffers: those that there are may be what was handed out as arrays.
@@ -322,45 +278,3 @@ class CatFrames(Transform):
 
     def __repr__(self) -> str:
         return f"CatFrames(N={self.N}, dim={self.dim}, keys={self.in_keys})"
-
-
-class _Stack:
-    """The frames of one entry on arrays; what is past lies in the transform's buffer.
-
-    Args:
-        transform: whose buffer it is.
-        index: place of the entry among ``in_keys``.
-        key: of the entry.
-        entry: shape and dtype of a frame.
-    """
-
-    def __init__(self, transform: CatFrames, index: int, key: NestedKey, entry: Entry) -> None:
-        self._transform, self._index, self.key, self._entry = transform, index, key, entry
-        self._dim = len(entry.shape) + transform.dim
-        size = entry.shape[transform.dim]
-        self._recent = (*(slice(None),) * self._dim, slice(size, None))
-        self._shape = list(entry.shape)
-        self._shape[transform.dim] *= transform.N
-
-    def _frame(self, value: Any) -> Any:
-        return np.asarray(value).reshape(self._entry.shape)
-
-    def joined(self, value: Any) -> Any:
-        """The last frames, with this one."""
-        frame = self._frame(value)
-        held = self._transform.past(self._index, self.key, torch.from_numpy(frame)).numpy()
-        joined = np.concatenate([held[self._recent], frame], self._dim)
-        self._transform.keep(self._index, torch.from_numpy(joined))
-        return joined
-
-    def started(self, value: Any, rows: Rows | None) -> Any:
-        """The frames of trajectories that begin in ``rows``."""
-        transform, frame = self._transform, self._frame(value)
-        first = frame if transform.padding == "same" else np.full_like(frame, transform.padding_value)
-        joined = np.concatenate([first] * (transform.N - 1) + [frame], self._dim)
-        kept, past = joined, transform.held(self._index)
-        if rows is not None and past is not None and list(past.shape) == self._shape:
-            marked = np.reshape(rows, np.shape(rows) + (1,) * (joined.ndim - np.ndim(rows)))
-            kept = np.where(marked, joined, past.numpy())
-        transform.keep(self._index, torch.from_numpy(kept))
-        return joined

@@ -9,9 +9,10 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, unravel
-from rollwright.data.layout import DONE
+from rollwright.data.layout import DONE, RESET
 from rollwright.data.specs import Categorical, Composite, MultiCategorical, MultiOneHot, OneHot
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Rows, Values
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform
+from rollwright.envs.on_arrays.columns import Columns
 from rollwright.envs.transforms.base import Transform
 from rollwright.errors import NotNative
 
@@ -50,22 +51,22 @@ class ActionMask(Transform):
         (self.action_key,), (self.mask_key,) = as_keys(action_key), as_keys(mask_key)
         self._mask: torch.Tensor | None = None
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._allow(self._read(next_tensordict, self.mask_key), self._done(next_tensordict))
-        return next_tensordict
+    resets_by_mask = False
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        mask = self._read(tensordict_reset, self.mask_key)
-        fresh = self._fresh(tensordict, self.mask_key, mask)
-        past = tensordict.get(self.mask_key, None)
-        if fresh is not None and past is not None:
-            mask = torch.where(fresh, mask, past)
-        self._allow(mask, self._done(tensordict))
-        return tensordict_reset
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        self._allow(kind.tensor(0, self._read(out, self.mask_key)), self._done(kind, out))
 
-    def _done(self, td: TensorDictBase) -> torch.Tensor | None:
-        done: torch.Tensor | None = td.get(unravel((*as_tuple(self.action_key)[:-1], DONE)), td.get(DONE, None))
-        return done
+    def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
+        mask = kind.tensor(0, self._read(fresh, self.mask_key))
+        marks, past = self._fresh(kind, given, self.mask_key, mask), given.get(self.mask_key, self._mask)
+        if marks is not None and past is not None:  # the others go on
+            mask = torch.where(marks, mask, past)
+        done = self._done(kind, given)
+        self._allow(mask, given.get(RESET, None) if done is None else done)
+
+    def _done(self, kind: Any, columns: Columns) -> torch.Tensor | None:
+        done = columns.get(unravel((*as_tuple(self.action_key)[:-1], DONE)), columns.get(DONE, None))
+        return None if done is None else kind.flags(done)
 
     def _allow(self, mask: torch.Tensor, done: torch.Tensor | None) -> None:
         env = self.container
@@ -85,24 +86,7 @@ class ActionMask(Transform):
         key, entry = self.mask_key, env.entries.get(self.mask_key)
         if entry is None or entry.column or entry.dtype != np.bool_:
             raise NotNative(f"ActionMask finds no mask at {key!r}, but {entry}")
-        group = unravel((*as_tuple(self.action_key)[:-1], DONE))
-        flag = env.flags.get(group)  # of the agents, if the action is theirs
-
-        def step(root: Values, out: Values) -> None:
-            done = out[DONE] if flag is None else out[group]
-            self._allow(torch.from_numpy(out[key]), _flags(done, column=flag is None or flag.column))
-
-        def restart(fresh: Values, rows: Rows | None) -> None:
-            mask = torch.from_numpy(fresh[key])
-            if rows is None:
-                self._allow(mask, None)
-                return
-            marked = _flags(rows, column=True)
-            if self._mask is not None:  # of the others, which go on
-                mask = torch.where(_beside(marked, mask), mask, self._mask)
-            self._allow(mask, marked)
-
-        return ArrayTransform({}, [], step, lambda fresh: restart(fresh, None), restart=restart)
+        return self._on_rows(env, [entry], restarts=True)
 
     def _spec(self, action_spec: Composite) -> Categorical | MultiCategorical | MultiOneHot | OneHot:
         spec = action_spec.get(self.action_key, None)
@@ -127,12 +111,6 @@ class ActionMask(Transform):
 
     def __repr__(self) -> str:
         return f"ActionMask(action_key={self.action_key!r}, mask_key={self.mask_key!r})"
-
-
-def _flags(values: Any, *, column: bool) -> torch.Tensor:
-    """Flags of arrays as those of TensorDicts, ``[*batch, 1]``."""
-    flags = torch.from_numpy(np.array(values))
-    return flags.unsqueeze(-1) if column else flags
 
 
 def _beside(flags: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,8 @@ class TensorDictPrimer(Transform):
         self.expand_specs = expand_specs
         self.single_default_value = single_default_value
         self._check(default_value)
+        values = self.default_value.values() if isinstance(self.default_value, dict) else [self.default_value]
+        self.resets_by_mask = not self.random and not any(map(callable, values))
 
     def _check(self, default_value: Any) -> None:
         if self.random and default_value is not None:
@@ -121,12 +123,6 @@ class TensorDictPrimer(Transform):
 
     _reads_root = True
 
-    @property
-    def resets_by_mask(self) -> bool:
-        """See :class:`Transform`; no values are drawn where nothing is reset."""
-        values = self.default_value.values() if isinstance(self.default_value, dict) else [self.default_value]
-        return not self.random and not any(map(callable, values))
-
     def _change(self, kind: Any, root: Columns, out: Columns) -> None:
         for key in self._remember("keys", lambda: self._keys):
             if out.get(key, None) is None:
@@ -139,7 +135,7 @@ class TensorDictPrimer(Transform):
             return
         for key, spec in specs.items():
             value = self._value(key, spec)
-            value = kind.whole(value) if isinstance(value, torch.Tensor) else value
+            value = kind.whole(value.detach().to(kind.device)) if isinstance(value, torch.Tensor) else value
             fresh[key] = value if self.reset_key is None else kept(given, self.reset_key, key, value)
 
     def _value(self, key: NestedKey, spec: TensorSpec) -> Any:

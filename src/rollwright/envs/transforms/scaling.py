@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, unravel
 from rollwright._tensors import as_tensor
 from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
-from rollwright.data.specs.gymspaces import numpy_dtype
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry
+from rollwright.envs.arrays import Entry
+from rollwright.envs.on_arrays.columns import cast, quiet
 from rollwright.envs.transforms.base import EntryTransform, KeySeq
-from rollwright.errors import NotNative
 
 __all__ = ["DoubleToFloat", "ObservationNorm", "RewardScaling"]
 
@@ -32,11 +30,6 @@ def _as_float(name: str, value: Number) -> torch.Tensor:
     if not bool(given.isfinite().all()):
         raise ValueError(f"{name}: expected finite numbers, got {value!r}. Look where they become NaN.")
     return given
-
-
-def _as_float32(value: Any) -> Any:
-    with np.errstate(all="ignore"):  # as torch does
-        return value.astype(np.float32)
 
 
 def _mapped(spec: TensorSpec, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorSpec:
@@ -64,69 +57,44 @@ class _Affine(EntryTransform):
             )
         super().__init__(*keys)
         self.standard_normal = bool(standard_normal)
+        self._views: tuple[Any, Any, Any] = None, None, None  # loc, scale, and arrays over their memory
         self.register_buffer("loc", None if loc is None else _as_float("loc", loc))
         self.register_buffer("scale", None if scale is None else _as_float("scale", scale))
         if self.scale is not None and not bool((self.scale != 0).all()):
             raise ValueError(f"scale: expected numbers other than 0, got {scale!r}. Add a small number.")
 
-    def _numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.loc is None or self.scale is None:
+    def _numbers(self, value: Any) -> Any:
+        """``loc`` and ``scale`` of the kind of a value, an array or a tensor."""
+        loc, scale = self._buffers["loc"], self._buffers["scale"]
+        if loc is None or scale is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no loc and scale yet. Pass them to the constructor, call "
                 "init_stats() once the transform is on its environment, or load a state_dict()."
             )
-        return self.loc, self.scale
+        if isinstance(value, torch.Tensor):
+            return loc, scale
+        if self._views[0] is not loc or self._views[1] is not scale:
+            self._views = loc, scale, (loc.numpy(), scale.numpy())
+        return self._views[2]
 
-    def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
-        loc, scale = self._numbers()
+    def _apply_transform(self, obs: Any) -> Any:
+        loc, scale = self._numbers(obs)
         return (obs - loc) / scale if self.standard_normal else obs * scale + loc
 
-    def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
-        loc, scale = self._numbers()
+    def _inv_apply_transform(self, state: Any) -> Any:
+        loc, scale = self._numbers(state)
         return state * scale + loc if self.standard_normal else (state - loc) / scale
 
     def _change_spec(self, spec: TensorSpec) -> TensorSpec:
         return _mapped(spec, self._apply_transform)
 
-    def _change_array(self, entry: Entry) -> tuple[Entry, Callable[[Any], Any]]:
-        """``_apply_transform`` on arrays: the same two operations, each in the dtype in which torch computes it."""
-        one: np.ufunc = np.subtract if self.standard_normal else np.multiply
-        other: np.ufunc = np.divide if self.standard_normal else np.add
-        first, second = ("loc", "scale") if self.standard_normal else ("scale", "loc")
-        numbers = self._buffers
-        given = numbers[first], numbers[second]
-        x, y, *dtypes = self._operands(entry, *given)
-
-        def change(value: Any) -> Any:
-            nonlocal given, x, y
-            if numbers[first] is not given[0] or numbers[second] is not given[1]:  # other tensors were set
-                given = numbers[first], numbers[second]
-                x, y, *_ = self._operands(entry, *given)
-            with np.errstate(all="ignore"):  # as torch does
-                return other(one(value, x, dtype=dtypes[0]), y, dtype=dtypes[1])
-
-        return entry.replace(dtype=dtypes[1]), change
-
-    def _operands(self, entry: Entry, *numbers: torch.Tensor | None) -> list[Any]:
-        """``loc`` and ``scale`` in order, as views that broadcast to an entry's arrays; the dtypes to compute in."""
-        like = torch.from_numpy(np.zeros((), entry.dtype)).expand(entry.shape)
-        views, dtypes = [], []
-        for number in numbers:
-            if number is None or number.device.type != "cpu":
-                raise NotNative(f"{type(self).__name__} has no loc and scale on the CPU")
-            try:
-                shape = np.broadcast_shapes(entry.shape, number.shape)
-            except ValueError as error:
-                raise NotNative(f"loc and scale of {type(self).__name__} do not fit shape {entry.shape}") from error
-            if shape != entry.shape:
-                raise NotNative(f"{type(self).__name__} changes shape {entry.shape} to {shape}")
-            like = torch.zeros((), dtype=torch.result_type(like, number), device="cpu").expand(entry.shape)
-            if like.dtype not in (torch.float32, torch.float64):
-                raise NotNative(f"{type(self).__name__} computes in {like.dtype}")
-            view = number.detach().numpy()
-            views.append(view[..., 0] if entry.column and view.ndim else view)
-            dtypes.append(np.dtype(numpy_dtype(like.dtype)))
-        return [*views, *dtypes]
+    def _array_function(self, entry: Entry) -> Callable[[Any], Any] | None:
+        """See :class:`EntryTransform`: where NumPy computes in torch's dtype."""
+        numbers = self._numbers(None)
+        fits = entry.dtype.kind == "f" and not any(
+            number.dtype != entry.dtype or (entry.column and number.ndim) for number in numbers
+        )
+        return quiet(self._apply_transform) if fits else None
 
     def __repr__(self) -> str:
         numbers = ""
@@ -164,10 +132,6 @@ class RewardScaling(_Affine):
     ) -> None:
         keys = "reward" if in_keys is None else in_keys
         super().__init__(loc, scale, standard_normal, keys, out_keys)
-
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._entry_by_entry(env, self._change_array)
 
 
 class ObservationNorm(_Affine):
@@ -212,10 +176,6 @@ class ObservationNorm(_Affine):
         keys = (in_keys, out_keys, in_keys_inv, out_keys_inv)
         super().__init__(loc, scale, standard_normal, *keys)
         self.eps = eps
-
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._entry_by_entry(env, self._change_array)
 
     @property
     def initialized(self) -> bool:
@@ -341,15 +301,14 @@ class DoubleToFloat(EntryTransform):
         """See :class:`Transform`."""
         return bool(self._pairs_inv())
 
-    def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
-        return obs.to(torch.float32)
+    def _apply_transform(self, obs: Any) -> Any:
+        return cast(obs, torch.float32)
 
     def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
         return state.to(torch.float64)
 
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._entry_by_entry(env, lambda entry: (entry.replace(dtype=np.dtype(np.float32)), _as_float32))
+    def _array_function(self, entry: Entry) -> Callable[[Any], Any] | None:
+        return quiet(self._apply_transform)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Cast ``in_keys``; without an environment and without keys, every float64 entry."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform
+from rollwright.envs.on_arrays.columns import at_least, root, total
 from rollwright.envs.transforms.base import KeySeq
-from rollwright.envs.transforms.entries.running import RunningNorm, root_of_array, total, total_of_array
+from rollwright.envs.transforms.entries.running import RunningNorm
 from rollwright.envs.transforms.entries.vecnorm_v2 import VecNormV2
 
 __all__ = ["VecNorm"]
@@ -94,54 +94,34 @@ class VecNorm(RunningNorm):
     def loc_scale(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Mean and deviation, see :class:`RunningNorm`."""
         stats = self.stats(index)
-        return None if stats is None else (stats.mean.clone(), self._deviation(stats))
+        return None if stats is None else (stats.mean.clone(), self._deviation(stats.weight, stats.spread))
 
-    def _deviation(self, stats: Stats) -> torch.Tensor:
-        return (stats.spread / stats.weight).clamp_min_(self.eps).sqrt_()
+    def _deviation(self, weight: Any, spread: Any) -> Any:
+        return root(at_least(spread / weight, self.eps))
 
     # Data -------------------------------------------------------------------------------------
 
-    def _normalise(self, index: int, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int) -> torch.Tensor:
-        if not value.is_floating_point():
-            value = value.to(torch.get_default_dtype())
-        stats = self.stats(index)
-        if stats is None:
-            stats = Stats(*(value.new_zeros(value.shape[ndim:]) for _ in BUFFERS))
-            for name, zeros in zip(BUFFERS, stats, strict=True):
-                self._buffers[f"{name}_{index}"] = zeros
-        if not self.frozen:
-            self._count(stats, value, fresh, ndim)
-        return (value - stats.mean) / self._deviation(stats)
+    def _begun(self, value: torch.Tensor, ndim: int) -> Stats:
+        return Stats(*(value.new_zeros(value.shape[ndim:]) for _ in BUFFERS))
 
-    def _count(self, stats: Stats, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int) -> None:
-        """Update the statistics, in place: clones and other processes may share them."""
-        weight, mean, spread = stats
-        value = value.detach()
-        rows: float | torch.Tensor = value.shape[:ndim].numel()
+    def _scaled(self, numbers: Sequence[Any], value: Any, fresh: torch.Tensor | None, ndim: int) -> Any:
+        weight, mean, spread = numbers
+        if not self.frozen:
+            self._count(weight, mean, spread, value, fresh, ndim)
+        return (value - mean) / self._deviation(weight, spread)
+
+    def _count(self, weight: Any, mean: Any, spread: Any, value: Any, fresh: torch.Tensor | None, ndim: int) -> None:
+        rows: Any = math.prod(value.shape[:ndim])
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
         if fresh is not None:  # a value equal to the mean changes only the weight, which ``rows`` marks
             if not bool(fresh.any()):
                 return
             value = torch.where(fresh, value, mean)
             rows = total(fresh.expand(*value.shape[:ndim], *fresh.shape[ndim:]), ndim)
-        weight.mul_(self.decay).add_(rows)
+        weight *= self.decay
+        weight += rows
         offset = value - mean
-        mean.add_(total(offset, ndim) / weight)
-        spread.mul_(self.decay).add_(total(offset * (value - mean), ndim))
-
-    def _in_numpy(self, numbers: list[Any], value: Any, ndim: int) -> Any:
-        weight, mean, spread = numbers
-        if not self.frozen:
-            weight *= self.decay
-            weight += math.prod(value.shape[:ndim])
-            offset = value - mean
-            mean += total_of_array(offset, ndim) / weight
-            rest = value - mean
-            spread *= self.decay
-            spread += total_of_array(offset * rest, ndim)
-        else:
-            rest = value - mean
-        return rest / root_of_array(np.maximum(spread / weight, self.eps))
-
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._normalise_arrays(env)
+        mean += total(offset, ndim) / weight
+        spread *= self.decay
+        spread += total(offset * (value - mean), ndim)

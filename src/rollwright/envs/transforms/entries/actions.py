@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
-from tensordict import TensorDictBase
 
 from rollwright._keys import key_str
 from rollwright.data.specs import Bounded, Categorical, Composite, MultiOneHot, OneHot, TensorSpec, Unbounded
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Values
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform
+from rollwright.envs.on_arrays.columns import Columns
 from rollwright.envs.transforms.base import KeySeq, Transform
 
 __all__ = ["ActionScaling"]
@@ -183,12 +183,15 @@ class ActionScaling(Transform):
         """The environment's action for one of the policy."""
         return self._inv_apply_transform(action)
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return next_tensordict  # what an environment returns holds no actions
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        """What an environment returns holds no actions."""
+
+    def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
+        """See :meth:`_change`."""
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
-        return self.with_inverse(env, ArrayTransform({}, [], _nothing, lambda fresh: None))
+        return self.with_inverse(env, self._on_rows(env))
 
     def transform_action_spec(self, action_spec: Composite) -> Composite:
         """Actions as the policy sees them."""
@@ -233,7 +236,3 @@ def _alike(names: str, first: Number, second: Number) -> tuple[torch.Tensor, tor
 def _is_bound(value: torch.Tensor) -> torch.Tensor:
     """Where a number limits anything: it is below the greatest one of its dtype."""
     return value.abs() < torch.finfo(value.dtype).max if value.is_floating_point() else value == value
-
-
-def _nothing(root: Values, out: Values) -> None:
-    """A step changes nothing."""

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from rollwright.data.specs import Binary, Bounded, TensorSpec
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry
+from rollwright.envs.arrays import Entry
+from rollwright.envs.on_arrays.columns import cast, clip, sign
 from rollwright.envs.transforms.base import EntryTransform, KeySeq
-from rollwright.errors import NotNative
 
 __all__ = ["BinarizeReward", "ClipTransform", "RewardClipping", "SignTransform"]
 
@@ -43,8 +43,8 @@ class _Clip(EntryTransform):
                 f"{names[0]}, {names[1]}: expected {names[0]} below {names[1]}, got {low} and {high}. Exchange them."
             )
 
-    def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
-        return obs.clamp(self.low, self.high)
+    def _apply_transform(self, obs: Any) -> Any:
+        return clip(obs, self.low, self.high)
 
     def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
         return state.clamp(self.low, self.high)
@@ -63,25 +63,8 @@ class _Clip(EntryTransform):
     def _change_spec_inv(self, spec: TensorSpec) -> TensorSpec:
         return spec
 
-    def _clip_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """The array form; a subclass says that it has one."""
-        return self._entry_by_entry(env, self._change_array)
-
-    def _change_array(self, entry: Entry) -> tuple[Entry, Callable[[Any], Any]]:
-        if entry.dtype not in _FLOATS:
-            raise NotNative(f"{type(self).__name__} clips {entry.dtype}")
-        kind = entry.dtype.type
-        low, high = (None if end is None else kind(end) for end in (self.low, self.high))
-
-        if low is not None and high is not None and low != 0 and high != 0:  # NaN stays, as in torch
-            return entry, lambda value: np.minimum(np.maximum(value, low), high)
-
-        def change(value: Any) -> Any:  # -0.0 and NaN stay, as in torch
-            if low is not None:
-                value = np.where(value < low, low, value)
-            return value if high is None else np.where(value > high, high, value)
-
-        return entry, change
+    def _array_function(self, entry: Entry) -> Callable[[Any], Any] | None:
+        return self._apply_transform if entry.dtype in _FLOATS else None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(low={self.low}, high={self.high}, keys={self.in_keys or self.in_keys_inv})"
@@ -120,10 +103,6 @@ class ClipTransform(_Clip):
         super().__init__(("low", "high"), low, high, in_keys, out_keys, in_keys_inv, out_keys_inv)
         _some_keys(self)
 
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._clip_arrays(env)
-
 
 class RewardClipping(_Clip):
     """Limits rewards.
@@ -152,10 +131,6 @@ class RewardClipping(_Clip):
     ) -> None:
         keys = "reward" if in_keys is None else in_keys
         super().__init__(("clamp_min", "clamp_max"), clamp_min, clamp_max, keys, out_keys)
-
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._clip_arrays(env)
 
 
 class SignTransform(EntryTransform):
@@ -186,8 +161,8 @@ class SignTransform(EntryTransform):
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         _some_keys(self)
 
-    def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
-        return obs.sign()
+    def _apply_transform(self, obs: Any) -> Any:
+        return sign(obs)
 
     def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
         return state.sign()
@@ -200,16 +175,8 @@ class SignTransform(EntryTransform):
     def _change_spec_inv(self, spec: TensorSpec) -> TensorSpec:
         return spec
 
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._entry_by_entry(env, _sign_array)
-
-
-def _sign_array(entry: Entry) -> tuple[Entry, Callable[[Any], Any]]:
-    if entry.dtype not in _FLOATS:
-        raise NotNative(f"SignTransform of {entry.dtype}")
-    zero, kind = entry.dtype.type(0), entry.dtype.type
-    return entry, lambda value: np.subtract(value > zero, value < zero, dtype=kind)  # NaN: 0, as torch has it
+    def _array_function(self, entry: Entry) -> Callable[[Any], Any] | None:
+        return self._apply_transform if entry.dtype in _FLOATS else None
 
 
 class BinarizeReward(EntryTransform):
@@ -228,19 +195,14 @@ class BinarizeReward(EntryTransform):
     def __init__(self, in_keys: KeySeq = None, out_keys: KeySeq = None) -> None:
         super().__init__("reward" if in_keys is None else in_keys, out_keys)
 
-    def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
-        return (obs > 0).to(torch.int8)
+    def _apply_transform(self, obs: Any) -> Any:
+        return cast(obs > 0, torch.int8)
 
     def _change_spec(self, spec: TensorSpec) -> TensorSpec:
         return Binary(shape=spec.shape, device=spec.device, dtype=torch.int8)
 
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._entry_by_entry(env, lambda entry: (entry.replace(dtype=np.dtype(np.int8)), _is_positive))
-
-
-def _is_positive(value: Any) -> Any:
-    return (value > 0).astype(np.int8)
+    def _array_function(self, entry: Entry) -> Callable[[Any], Any] | None:
+        return self._apply_transform
 
 
 def _some_keys(transform: EntryTransform) -> None:

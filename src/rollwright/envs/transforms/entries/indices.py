@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, key_str
 from rollwright.data.specs import Categorical, Composite, OneHot
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Values
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform
 from rollwright.envs.transforms.base import Transform
 from rollwright.errors import EnvError
 
@@ -69,16 +68,9 @@ class CategoricalAction(Transform):
         vector = torch.zeros(*index.shape, leaf.n, dtype=leaf.dtype, device=index.device)
         return vector.scatter_(-1, index.unsqueeze(-1), 1)
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return next_tensordict  # what an environment returns holds no actions
-
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
-        return self.with_inverse(env, ArrayTransform({}, [], _nothing, lambda fresh: None))
+        return self.with_inverse(env, self._on_rows(env))
 
     def __repr__(self) -> str:
         return f"CategoricalAction(key={self.key!r})"
-
-
-def _nothing(root: Values, out: Values) -> None:
-    """A step changes nothing."""

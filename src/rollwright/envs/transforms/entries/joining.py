@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,8 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform
+from rollwright.envs.on_arrays.columns import ArrayKind, Columns, join
 from rollwright.envs.transforms.base import KeySeq, Transform
 from rollwright.errors import NotNative
 
@@ -77,24 +77,24 @@ class CatTensors(Transform):
     def _drops(self) -> list[NestedKey]:
         return [key for key in self._keys if key != self.out_keys[0]] if self.del_keys else []
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        joined = self._join([self._read(next_tensordict, key) for key in self._keys])
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        joined = self._join([kind.array(index, self._read(out, key)) for index, key in enumerate(self._keys)])
         for key in self._drops:
-            del next_tensordict[key]
-        return next_tensordict.set(self.out_keys[0], joined)
+            del out[key]
+        out[self.out_keys[0]] = joined
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return self._call(tensordict_reset)
+    def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
+        self._change(kind, given, fresh)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Join entries of data."""
         return self._call(tensordict)
 
-    def _join(self, values: list[torch.Tensor]) -> torch.Tensor:
+    def _join(self, values: list[Any]) -> Any:
         if self.unsqueeze_if_oor:
             values = [value if value.ndim >= -self.dim else value.unsqueeze(self.dim) for value in values]
         try:
-            return torch.cat(values, self.dim)
+            return join(values, self.dim)
         except (RuntimeError, IndexError) as error:
             shapes = [tuple(value.shape) for value in values]
             raise ValueError(
@@ -130,26 +130,12 @@ class CatTensors(Transform):
         keys, (out_key,) = self._keys, self.out_keys
         if lacking := [key for key in keys if key not in env.entries]:
             raise NotNative(f"CatTensors joins {lacking[0]!r}, which is no observation")
-        entries = [env.entries[key] for key in keys]
-        if len({entry.dtype for entry in entries}) > 1 or self.unsqueeze_if_oor:
-            raise NotNative("CatTensors joins entries of several dtypes or numbers of dimensions")
-        shape = self._join([torch.zeros((), device="cpu").expand(entry.shape) for entry in entries]).shape
-        whole = [_as_whole(entry) for entry in entries]
-        axis, drops = len(shape) + self.dim, self._drops
-
-        def join(values: Values) -> None:
-            joined = np.concatenate([make(values[key]) for key, make in zip(keys, whole, strict=True)], axis)
-            for key in drops:
-                del values[key]
-            values[out_key] = joined
-
-        entry = Entry(tuple(shape), entries[0].dtype, False)
-        return ArrayTransform({out_key: entry}, [], lambda root, out: join(out), join, {}, frozenset(drops))
+        forms = [env.entries[key] for key in keys]
+        if len({form.dtype for form in forms}) > 1 or forms[0].dtype == np.object_ or self.unsqueeze_if_oor:
+            raise NotNative("CatTensors joins objects, or entries of several dtypes or numbers of dimensions")
+        joined = self._join([torch.from_numpy(np.zeros(form.shape, form.dtype)) for form in forms])
+        made = {out_key: ArrayKind(env.batch).entry(joined).replace(column=False)}
+        return self._on_rows(env, forms, entries=made, drops=frozenset(self._drops))
 
     def __repr__(self) -> str:
         return f"CatTensors({self.in_keys} -> {self.out_keys[0]!r}, dim={self.dim})"
-
-
-def _as_whole(entry: Entry) -> Callable[[Any], Any]:
-    """Of a value, an array of the entry's whole shape."""
-    return (lambda value: np.asarray(value)[..., None]) if entry.column else np.asarray

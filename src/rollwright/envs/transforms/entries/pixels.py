@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 import torch
 from torch.nn import functional
 
 from rollwright.data.specs import Bounded, TensorSpec, Unbounded
-from rollwright.data.specs.gymspaces import numpy_dtype
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry
 from rollwright.envs.transforms.base import EntryTransform, KeySeq
-from rollwright.errors import NotNative
 
 __all__ = ["CenterCrop", "GrayScale", "Resize", "ToTensorImage"]
 
@@ -38,20 +31,6 @@ class _Image(EntryTransform):
             return Unbounded(example.shape, device=spec.device, dtype=example.dtype)
         low, high = (self._limit(end, example) for end in (spec.low.min(), spec.high.max()))
         return Bounded(low, high, example.shape, spec.device, example.dtype)
-
-    def _change_images(self, env: ArrayEnv) -> ArrayTransform:
-        """The array form; a subclass says that it has one."""
-
-        def change(entry: Entry) -> tuple[Entry, Callable[[Any], Any]]:
-            if entry.column:
-                raise NotNative(f"{type(self).__name__} changes {entry}, which is no image")
-            example = self._apply_transform(torch.from_numpy(np.zeros(entry.shape, entry.dtype)))
-            return Entry(tuple(example.shape), np.dtype(numpy_dtype(example.dtype)), False), self._on_array
-
-        return self._entry_by_entry(env, change)
-
-    def _on_array(self, value: Any) -> Any:
-        return self._apply_transform(torch.from_numpy(value)).numpy()
 
     def _check_image(self, obs: torch.Tensor, wanted: str, channels: tuple[int, ...] = ()) -> None:
         if obs.ndim < 3 or (channels and obs.shape[-3] not in channels):
@@ -108,10 +87,6 @@ class ToTensorImage(_Image):
     def _limit(self, value: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
         return (value.div(255) if self._divides(value.dtype) else value).to(example.dtype)
 
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._change_images(env)
-
 
 class GrayScale(_Image):
     """Turns images of three channels, ``[..., 3, H, W]``, into grey ones, ``[..., 1, H, W]``.
@@ -149,10 +124,6 @@ class GrayScale(_Image):
         low, high = torch.minimum(low, low * sum(_LUMA)), torch.maximum(high, high * sum(_LUMA))
         low, high = (end.to(changed.low.dtype) for end in (low, high))
         return Bounded(low, high, changed.shape, changed.device, changed.dtype)
-
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._change_images(env)
 
 
 class Resize(_Image):
@@ -211,10 +182,6 @@ class Resize(_Image):
     def __repr__(self) -> str:
         return f"Resize(w={self.w}, h={self.h}, interpolation={self.interpolation!r}, keys={self.in_keys})"
 
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._change_images(env)
-
 
 class CenterCrop(_Image):
     """Cuts out the middle of images ``[..., H, W]``.
@@ -249,10 +216,6 @@ class CenterCrop(_Image):
             )
         top, left = (round(each / 2) for each in spare)
         return obs[..., top : top + self.w, left : left + self.h]
-
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._change_images(env)
 
 
 def _sizes(w: int, h: int | None) -> tuple[int, int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
 from rollwright.data.specs import Composite
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Values
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform
+from rollwright.envs.on_arrays.columns import Columns
 from rollwright.envs.transforms.base import KeySeq, Transform
 from rollwright.errors import NotNative
 
@@ -48,15 +51,16 @@ class RenameTransform(Transform):
                 if sum(out == name for _, out in pairs) > 1:
                     raise ValueError(f"out_keys: expected names that differ, got {name!r} twice.")
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return self._rename(next_tensordict, may_lack=False)
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        self._rename(out, may_lack=False)
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return self._rename(tensordict_reset, may_lack=True)
+    def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
+        self._rename(fresh, may_lack=True)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Rename entries of data."""
-        return self._rename(tensordict, may_lack=False)
+        self._rename(tensordict, may_lack=False)
+        return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         found = [(in_key, out_key, self._read(tensordict, out_key)) for in_key, out_key in self._pairs_inv()]
@@ -72,7 +76,7 @@ class RenameTransform(Transform):
         """See :class:`Transform`."""
         return bool(self.in_keys_inv)
 
-    def _rename(self, td: TensorDictBase, *, may_lack: bool) -> TensorDictBase:
+    def _rename(self, td: Columns, *, may_lack: bool) -> None:
         found = []
         for in_key, out_key in self._pairs():
             if not (may_lack and td.get(in_key, None) is None):
@@ -81,8 +85,7 @@ class RenameTransform(Transform):
             for in_key, _, _ in found:
                 del td[in_key]
         for _, out_key, value in found:
-            td.set(out_key, value)
-        return td
+            td[out_key] = value
 
     def _renamed(self, spec: Composite, pairs: list[tuple[NestedKey, NestedKey]], *, move: bool) -> Composite:
         there = [(in_key, out_key) for in_key, out_key in pairs if in_key in spec]
@@ -132,23 +135,11 @@ class RenameTransform(Transform):
         of_entries = [pair for pair in pairs if pair[0] in env.entries]
         if len(of_rewards) + len(of_entries) < len(pairs):
             raise NotNative("RenameTransform renames flags, or what is not there")
-        olds = [in_key for in_key, _ in pairs]
-        drops = frozenset() if self.create_copy else frozenset(olds)
-
-        def rename(values: Values, pairs: list[tuple[NestedKey, NestedKey]]) -> None:
-            found = [(out_key, values[in_key]) for in_key, out_key in pairs]
-            if drops:
-                for in_key, _ in pairs:
-                    del values[in_key]
-            values.update(found)
-
-        form = ArrayTransform(
-            {out_key: env.entries[in_key] for in_key, out_key in of_entries},
-            [],
-            lambda root, out: rename(out, pairs),
-            lambda fresh: rename(fresh, of_entries),
-            {out_key: env.rewards[in_key] for in_key, out_key in of_rewards},
-            drops,
+        form = self._on_rows(
+            env,
+            entries={out_key: env.entries[in_key] for in_key, out_key in of_entries},
+            rewards={out_key: env.rewards[in_key] for in_key, out_key in of_rewards},
+            drops=frozenset() if self.create_copy else frozenset(in_key for in_key, _ in pairs),
         )
         if any(in_key in env.entries for in_key, _ in self._pairs_inv()):
             raise NotNative("RenameTransform renames states on the way in")

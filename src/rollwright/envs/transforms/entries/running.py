@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any, ClassVar, Self
 
@@ -14,13 +14,13 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._keys import NestedKey
 from rollwright.data.specs import TensorSpec, Unbounded
 from rollwright.data.specs.gymspaces import numpy_dtype
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows
+from rollwright.envs.on_arrays.columns import ArrayKind, Columns, row_form
 from rollwright.envs.transforms.base import EntryTransform, KeySeq
 from rollwright.envs.transforms.compose import Compose
 from rollwright.envs.transforms.scaling import ObservationNorm
-from rollwright.errors import NotNative
 
-__all__ = ["RunningNorm", "root_of_array", "total", "total_of_array"]
+__all__ = ["RunningNorm"]
 
 
 class RunningNorm(EntryTransform):
@@ -33,8 +33,9 @@ class RunningNorm(EntryTransform):
         eps: a smallest number to divide by, above 0.
     """
 
+    _restarts = True
     _statistics: ClassVar[tuple[str, ...]]  # names of buffers, less the entry's index: a count, and two as its dtype
-    _has_numpy: bool = True  # whether :meth:`_in_numpy` does what the transform is set to
+    _has_numpy: bool = True  # whether :meth:`_scaled` takes arrays as the transform is set
 
     def __init__(self, in_keys: KeySeq, out_keys: KeySeq, decay: float, eps: float) -> None:
         super().__init__(in_keys, out_keys)
@@ -128,25 +129,30 @@ class RunningNorm(EntryTransform):
         return copy.freeze()
 
     @abstractmethod
-    def _normalise(self, index: int, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int) -> torch.Tensor:
-        """Count a value of the entry at ``index`` in rows that are ``fresh`` (None: in all), and normalise it.
+    def _begun(self, value: torch.Tensor, ndim: int) -> tuple[torch.Tensor, ...]:
+        """The statistics of an entry that was not seen before; arguments of :meth:`_scaled`."""
+
+    @abstractmethod
+    def _scaled(self, numbers: Sequence[Any], value: Any, fresh: torch.Tensor | None, ndim: int) -> Any:
+        """Count floating-point numbers in rows that are ``fresh`` (None: in all), and normalise them.
 
         Args:
-            index: place among ``in_keys``.
-            value: ``[*batch, ...]``.
+            numbers: the buffers :attr:`_statistics`, to be updated in place: clones and other processes may share them.
+            value: ``[*batch, ...]``; a tensor, or (where all rows count) an array, as ``numbers`` then are.
             fresh: bool that broadcasts to ``value``.
             ndim: of the batch.
         """
 
-    @abstractmethod
-    def _in_numpy(self, numbers: list[Any], value: Any, ndim: int) -> Any:
-        """:meth:`_normalise` of floating-point numbers in all rows, on arrays, with the same bits.
-
-        Args:
-            numbers: the buffers :attr:`_statistics`, as arrays that share their memory.
-            value: ``[*batch, ...]``.
-            ndim: of the batch.
-        """
+    def _normalise(self, index: int, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int) -> torch.Tensor:
+        if not value.is_floating_point():
+            value = value.to(torch.get_default_dtype())
+        numbers = self._numbers(index)
+        if numbers is None:
+            numbers = self._begun(value, ndim)
+            names = [f"{name}_{index}" for name in self._statistics]
+            self._buffers.update(zip(names, numbers, strict=True))
+        scaled: torch.Tensor = self._scaled(numbers, value, fresh, ndim)
+        return scaled
 
     def freeze(self) -> Self:
         """Stop updating the statistics; returns the transform."""
@@ -160,60 +166,38 @@ class RunningNorm(EntryTransform):
 
     # Data -------------------------------------------------------------------------------------
 
-    def _normalise_all(self, td: TensorDictBase, source: TensorDictBase | None) -> TensorDictBase:
+    resets_by_mask = False
+
+    def _normalise_all(self, kind: Any, given: Columns | None, columns: Columns) -> None:
         for index, (in_key, out_key) in enumerate(self._pairs()):
-            value = td.get(in_key, None)
-            if value is None:
-                continue
-            fresh = None if source is None else self._fresh(source, in_key, value)
-            td.set(out_key, self._normalise(index, value, fresh, td.ndim))
-        return td
+            value = columns.get(in_key, None)
+            if value is not None:
+                fresh = None if given is None else self._fresh(kind, given, in_key, value)
+                columns[out_key] = self._normalise(index, value, fresh, len(kind.batch))
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return self._normalise_all(next_tensordict, None)
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        self._normalise_all(kind, None, out)
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return self._normalise_all(tensordict_reset, tensordict)
+    def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
+        self._normalise_all(kind, given, fresh)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Normalise data of any batch size, which count as one step (freeze the transform to avoid that)."""
-        return self._normalise_all(tensordict, None)
+        self._normalise_all(self._kind_of(tensordict), None, tensordict)
+        return tensordict
 
-    def _normalise_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """The array form; a subclass says that it has one."""
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
         self._needs_all_rows(env)
-        entries: dict[NestedKey, Entry] = {}
-        rewards: dict[NestedKey, Entry] = {}
-        calls: list[tuple[NestedKey, NestedKey, Callable[[Any, Rows | None], Any]]] = []
-        for index, (key, out_key) in enumerate(self._pairs()):
-            of_reward = key in env.rewards
-            entry = ({**env.rewards, **rewards} if of_reward else {**env.entries, **entries}).get(key)
-            if entry is None:
-                raise NotNative(
-                    f"{type(self).__name__} normalises {key!r}, which is neither an observation nor a reward"
-                )
-            is_float = entry.dtype.kind == "f"
-            dtype = entry.dtype if is_float else np.dtype(numpy_dtype(torch.get_default_dtype()))
-            (rewards if of_reward else entries)[out_key] = entry.replace(dtype=dtype)
-            calls.append((key, out_key, self._on_array(index, entry, len(env.batch))))
-        of_observations = [call for call in calls if call[1] in entries]
+        return super().on_arrays(env)
 
-        def step(root: Values, out: Values) -> None:
-            for key, out_key, function in calls:
-                out[out_key] = function(out[key], None)
-
-        def restart(fresh: Values, rows: Rows | None) -> None:
-            for key, out_key, function in of_observations:
-                fresh[out_key] = function(fresh[key], rows)
-
-        return ArrayTransform(entries, [], step, lambda fresh: restart(fresh, None), rewards, restart=restart)
-
-    def _on_array(self, index: int, entry: Entry, ndim: int) -> Callable[[Any, Rows | None], Any]:
-        """:meth:`_normalise` on arrays; where all rows count, by :meth:`_in_numpy`."""
+    def _change_array(self, index: int, entry: Entry, batch: tuple[int, ...]) -> tuple[Entry, Callable[..., Any]]:
+        """See :class:`EntryTransform`; on tensors where some rows are reset, or there are no statistics yet."""
+        kind, ndim, is_float = ArrayKind(batch, [entry]), len(batch), entry.dtype.kind == "f"
         names = [f"{name}_{index}" for name in self._statistics]
         held: list[torch.Tensor | None] = [None] * len(names)
         arrays: list[Any] = []
-        has_floats = entry.dtype.kind == "f" and len(entry.shape) > ndim and self._has_numpy
+        has_floats = is_float and len(entry.shape) > ndim and self._has_numpy
 
         def views() -> list[Any]:
             """The statistics as arrays; none where they are not there yet, or of another form."""
@@ -229,20 +213,21 @@ class RunningNorm(EntryTransform):
                     arrays = []
             return arrays
 
-        def call(given: Any, rows: Rows | None) -> Any:
-            value = np.asarray(given, entry.dtype).reshape(entry.shape) if entry.column else given
+        def call(column: Any, rows: Rows | None = None) -> Any:
             numbers = views() if rows is None or not ndim or rows.all() else None
             if numbers:
+                value = np.asarray(column, entry.dtype).reshape(entry.shape) if entry.column else column
                 with np.errstate(all="ignore"):  # as torch does
-                    result = self._in_numpy(numbers, value, ndim)
+                    result = self._scaled(numbers, value, None, ndim)
             else:
-                fresh = None
+                fresh, tensor = None, kind.tensor(0, column)
                 if rows is not None and ndim:
-                    fresh = torch.from_numpy(np.asarray(rows)).reshape(rows.shape + (1,) * (value.ndim - ndim))
-                result = self._normalise(index, torch.from_numpy(np.asarray(value)), fresh, ndim).numpy()
-            return result[..., 0][()] if entry.column else result
+                    fresh = kind.flags(rows).reshape(rows.shape + (1,) * (tensor.ndim - ndim))
+                result = self._normalise(index, tensor, fresh, ndim).numpy()
+            return row_form(result) if entry.column else result
 
-        return call
+        dtype = entry.dtype if is_float else np.dtype(numpy_dtype(torch.get_default_dtype()))
+        return entry.replace(dtype=dtype), call
 
     def _change_spec(self, spec: TensorSpec) -> TensorSpec:
         return unbounded_float(spec)
@@ -250,22 +235,6 @@ class RunningNorm(EntryTransform):
     def __repr__(self) -> str:
         frozen = ", frozen" if self.frozen else ""
         return f"{type(self).__name__}(in_keys={self.in_keys}, decay={self.decay}, eps={self.eps}{frozen})"
-
-
-def total(value: torch.Tensor, ndim: int) -> torch.Tensor:
-    """The sum over the first ``ndim`` dimensions."""
-    return value.sum(tuple(range(ndim))) if ndim else value
-
-
-def total_of_array(value: Any, ndim: int) -> Any:
-    """:func:`total`, in the order in which torch adds."""
-    return total(torch.from_numpy(value), ndim).numpy() if ndim else value
-
-
-def root_of_array(value: Any) -> Any:
-    """The square root, in place: torch's, since that of NumPy is another one in the last bit."""
-    torch.from_numpy(value).sqrt_()
-    return value
 
 
 def unbounded_float(spec: TensorSpec) -> TensorSpec:

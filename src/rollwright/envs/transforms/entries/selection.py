@@ -10,7 +10,8 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright.data.specs import Composite
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Values
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform
+from rollwright.envs.on_arrays.columns import Columns
 from rollwright.envs.transforms.base import Transform
 from rollwright.errors import NotNative
 
@@ -26,11 +27,13 @@ class _Drop(Transform):
     def _drops(self, key: NestedKey, kind: str) -> bool:
         """Whether an entry is taken away; ``kind``: ``"observation"``, ``"reward"`` or ``"done"``."""
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return next_tensordict.exclude(*self._dropped)
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        for key in self._dropped:
+            if out.get(key, None) is not None:
+                del out[key]
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return tensordict_reset.exclude(*self._dropped)
+    def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
+        self._change(kind, given, fresh)
 
     @property
     def _dropped(self) -> list[NestedKey]:
@@ -82,20 +85,12 @@ class _Drop(Transform):
         """Flags that are left."""
         return self._without(done_spec)
 
-    def _drop_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """The array form; a subclass says that it has one."""
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
         dropped = frozenset(self._dropped)
-        if dropped - env.entries.keys() - env.rewards.keys():
-            raise NotNative(f"{type(self).__name__} drops flags")
-        observations = dropped & env.entries.keys()
-
-        def drop(values: Values, keys: frozenset[NestedKey]) -> None:
-            for key in keys:
-                del values[key]
-
-        return ArrayTransform(
-            {}, [], lambda root, out: drop(out, dropped), lambda fresh: drop(fresh, observations), {}, dropped
-        )
+        if self.inverts or dropped - env.entries.keys() - env.rewards.keys():
+            raise NotNative(f"{type(self).__name__} drops flags, or what the environment is given")
+        return self._on_rows(env, drops=dropped)
 
 
 class SelectTransform(_Drop):
@@ -134,10 +129,6 @@ class SelectTransform(_Drop):
     def __repr__(self) -> str:
         return f"SelectTransform({key_str(self.selected_keys)})"
 
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._drop_arrays(env)
-
 
 class ExcludeTransform(_Drop):
     """Drops some of what the environment returns.
@@ -171,12 +162,6 @@ class ExcludeTransform(_Drop):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return tensordict.exclude(*self.excluded_keys) if self.inverse else tensordict
-
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        if self.inverse:
-            raise NotNative("ExcludeTransform changes what the environment is given")
-        return self._drop_arrays(env)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Drop the excluded entries."""

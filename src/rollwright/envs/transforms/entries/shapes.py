@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import torch
 
 from rollwright.data.specs import Bounded, TensorSpec, Unbounded
 from rollwright.data.specs.leaf import DenseSpec
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry
 from rollwright.envs.transforms.base import EntryTransform, KeySeq
-from rollwright.errors import NotNative
 
 __all__ = ["FlattenObservation", "SqueezeTransform", "UnsqueezeTransform", "mapped_spec"]
 
@@ -53,27 +49,11 @@ class _Reshape(EntryTransform):
             )
         return dim
 
-    @property
-    def _batch_ndim(self) -> int:
-        parent = self.parent
-        return 0 if parent is None else len(parent.batch_size)
-
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
         return self._reshape(obs, self._batch_ndim)
 
     def _change_spec(self, spec: TensorSpec) -> TensorSpec:
         return mapped_spec(spec, self._apply_transform)
-
-    def _reshape_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """The array form; a subclass says that it has one."""
-
-        def change(entry: Entry) -> tuple[Entry, Callable[[Any], Any]]:
-            if entry.column:
-                raise NotNative(f"{type(self).__name__} changes the shape of a reward or a count")
-            shape = tuple(self._reshape(torch.zeros((), device="cpu").expand(entry.shape), len(env.batch)).shape)
-            return Entry(shape, entry.dtype, False), lambda value: np.reshape(value, shape)
-
-        return self._entry_by_entry(env, change)
 
 
 class FlattenObservation(_Reshape):
@@ -111,10 +91,6 @@ class FlattenObservation(_Reshape):
     def _reshape(self, value: torch.Tensor, batch_ndim: int) -> torch.Tensor:
         first, last = (dim if dim < 0 else dim + batch_ndim for dim in (self.first_dim, self.last_dim))
         return value.flatten(first, last)
-
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._reshape_arrays(env)
 
 
 class UnsqueezeTransform(_Reshape):
@@ -173,10 +149,6 @@ class UnsqueezeTransform(_Reshape):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(dim={self.dim}, keys={self.in_keys or self.in_keys_inv})"
 
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._reshape_arrays(env)
-
 
 class SqueezeTransform(UnsqueezeTransform):
     """Takes a dimension of size one away, and adds it on the way in.
@@ -193,7 +165,3 @@ class SqueezeTransform(UnsqueezeTransform):
     """
 
     _adds = False
-
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._reshape_arrays(env)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform
+from rollwright.envs.on_arrays.columns import at_least, cast, root, total
 from rollwright.envs.transforms.base import KeySeq
-from rollwright.envs.transforms.entries.running import RunningNorm, root_of_array, total
+from rollwright.envs.transforms.entries.running import RunningNorm
 
 __all__ = ["VecNormV2"]
 
@@ -106,27 +107,26 @@ class VecNormV2(RunningNorm):
 
     def loc_scale(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See :class:`RunningNorm`."""
-        averages = self.averages(index)
-        return None if averages is None else self._loc_scale(averages)
+        numbers = self._numbers(index)
+        if numbers is None:
+            return None
+        loc, scale = self._loc_scale(*numbers)
+        return loc.clone(), scale
 
-    def _loc_scale(self, averages: Averages) -> tuple[torch.Tensor, torch.Tensor]:
-        loc, var, number = averages
+    def _loc_scale(self, number: Any, loc: Any, var: Any) -> tuple[Any, Any]:
         spread = var - loc * loc
         if self.decay < 1:
-            share = self._share(number, loc.dtype)
+            share = cast(self._share(number), loc.dtype)
             loc, spread = loc / share, spread / share
-        else:
-            loc = loc.clone()
-        return loc, spread.clamp_min_(0).sqrt_().clamp_min_(self.eps)  # rounding may leave less than 0
+        return loc, at_least(root(at_least(spread, 0)), self.eps)  # rounding may leave less than 0
 
-    def _share(self, number: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """:math:`c = 1 - d^n`, rounded from double precision; where :math:`n = 0`, that of 1."""
+    def _share(self, number: Any) -> Any:
+        """:math:`c = 1 - d^n` in double precision; where :math:`n = 0`, that of 1."""
+        if not isinstance(number, torch.Tensor):
+            return -np.expm1(np.maximum(number, 1) * math.log(self.decay))
         if number.device.type == "cpu":
-            return torch.from_numpy(np.asarray(self._share_of_array(number.numpy()))).to(dtype)
-        return torch.expm1(number.clamp_min(1).double() * math.log(self.decay)).neg_().to(dtype)
-
-    def _share_of_array(self, number: Any) -> Any:
-        return -np.expm1(np.maximum(number, 1) * math.log(self.decay))
+            return torch.from_numpy(np.asarray(self._share(number.numpy())))
+        return -torch.expm1(number.clamp_min(1).double() * math.log(self.decay))
 
     def denorm(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The reverse: ``in_keys`` from ``out_keys``, by the numbers of now.
@@ -148,41 +148,42 @@ class VecNormV2(RunningNorm):
     # Data -------------------------------------------------------------------------------------
 
     def _normalise(self, index: int, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int) -> torch.Tensor:
-        if not value.is_floating_point():
-            value = value.to(torch.get_default_dtype())
-        averages = self.averages(index)
-        if averages is None:
-            averages = self._begun(value.shape[ndim:] if self.reduce_batch_dims else value.shape, value)
-            for name, zeros in zip(("loc", "var", "count"), averages, strict=True):
-                self._buffers[f"{name}_{index}"] = zeros
+        numbers = self._numbers(index)
+        if numbers is not None and not self.frozen and not self.reduce_batch_dims and numbers[1].shape != value.shape:
+            raise ValueError(
+                f"VecNormV2: expected data of shape {list(numbers[1].shape)}, which its statistics are of, got "
+                f"{list(value.shape)}. Pass reduce_batch_dims=True, which keeps one for all rows, or freeze() it."
+            )
+        return super()._normalise(index, value, fresh, ndim)
+
+    def _begun(self, value: torch.Tensor, ndim: int) -> tuple[torch.Tensor, ...]:
+        shape = value.shape[ndim:] if self.reduce_batch_dims else value.shape
+        counts = (*shape[:-1], 1) if shape else ()
+        return value.new_zeros(counts, dtype=torch.int64), value.new_zeros(shape), value.new_zeros(shape)
+
+    def _scaled(self, numbers: Sequence[Any], value: Any, fresh: torch.Tensor | None, ndim: int) -> Any:
+        number, loc, var = numbers
         if not self.frozen:
-            if not self.reduce_batch_dims and averages.loc.shape != value.shape:
-                raise ValueError(
-                    f"VecNormV2: expected data of shape {list(averages.loc.shape)}, which its statistics are of, got "
-                    f"{list(value.shape)}. Pass reduce_batch_dims=True, which keeps one for all rows, or freeze() it."
-                )
-            (self._count_all if self.reduce_batch_dims else self._count_each)(averages, value.detach(), fresh, ndim)
-        loc, scale = self._loc_scale(averages)
+            seen = value.detach() if isinstance(value, torch.Tensor) else value
+            (self._count_all if self.reduce_batch_dims else self._count_each)(number, loc, var, seen, fresh, ndim)
+        loc, scale = self._loc_scale(number, loc, var)
         return (value - loc) / scale
 
-    def _begun(self, shape: torch.Size, like: torch.Tensor) -> Averages:
-        counts = (*shape[:-1], 1) if shape else ()
-        return Averages(like.new_zeros(shape), like.new_zeros(shape), like.new_zeros(counts, dtype=torch.int64))
-
-    def _count_each(self, averages: Averages, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int) -> None:
-        """Update the averages of each row, in place: clones and other processes may share them."""
-        loc, var, count = averages
-        count.add_(1 if fresh is None else fresh.expand(count.shape) if count.ndim else fresh.reshape(()))
-        weight: float | torch.Tensor = 1 - self.decay
-        if self.decay == 1:
-            weight = count.clamp_min(1).to(loc.dtype).reciprocal()
+    def _count_each(self, number: Any, loc: Any, var: Any, value: Any, fresh: torch.Tensor | None, ndim: int) -> None:
+        """Update the averages of each row."""
+        if fresh is None:
+            number += 1
+        else:
+            number += fresh.expand(number.shape) if number.ndim else fresh.reshape(())
+        weight = 1 - self.decay if self.decay < 1 else 1 / cast(at_least(number, 1), loc.dtype)
         for average, now in ((loc, value), (var, value * value)):
-            moved = average + (now - average) * weight
-            average.copy_(moved if fresh is None else torch.where(fresh, moved, average))
+            moved = (now - average) * weight
+            average += moved if fresh is None else torch.where(fresh, moved, 0)
 
-    def _count_all(self, averages: Averages, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int) -> None:
-        """Update the averages that all rows share, in place."""
-        loc, var, count = averages
+    def _count_all(
+        self, count: Any, loc: Any, var: Any, value: torch.Tensor, fresh: torch.Tensor | None, ndim: int
+    ) -> None:
+        """Update the averages that all rows share."""
         rows: torch.Tensor = torch.full_like(count, value.shape[:ndim].numel())
         if fresh is not None:
             marks = fresh.expand((*value.shape[:ndim], *count.shape)) if count.ndim else fresh
@@ -196,20 +197,3 @@ class VecNormV2(RunningNorm):
         some = number.clamp_min(1)
         for average, now in ((loc, value), (var, value * value)):
             average.add_((total(now, ndim) / some - average) * weight)
-
-    def _in_numpy(self, numbers: list[Any], value: Any, ndim: int) -> Any:
-        number, loc, var = numbers
-        if not self.frozen:
-            number += 1
-            weight = 1 - self.decay if self.decay < 1 else 1 / number.astype(loc.dtype)
-            loc += (value - loc) * weight
-            var += (value * value - var) * weight
-        spread = var - loc * loc
-        if self.decay < 1:
-            share = self._share_of_array(number).astype(loc.dtype)
-            loc, spread = loc / share, spread / share
-        return (value - loc) / np.maximum(root_of_array(np.maximum(spread, 0)), self.eps)
-
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        return self._normalise_arrays(env)

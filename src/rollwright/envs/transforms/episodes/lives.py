@@ -8,17 +8,17 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey, as_keys, unravel
-from rollwright._tensors import device_of
-from rollwright.data.specs import Composite, Unbounded
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Values, constant
-from rollwright.envs.transforms.base import Transform
+from rollwright._keys import NestedKey, as_keys
+from rollwright.data.specs import Composite, TensorSpec, Unbounded
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform
+from rollwright.envs.on_arrays.columns import Columns
+from rollwright.envs.transforms.bookkeeping import Adding
 from rollwright.errors import EnvError, NotNative
 
 __all__ = ["EndOfLifeTransform"]
 
 
-class EndOfLifeTransform(Transform):
+class EndOfLifeTransform(Adding):
     """Marks the steps in which a life is lost, or the trajectory ends.
 
     Adds two observations: ``eol_key``, bool of the shape of ``done_key``, and ``lives_key``, int64 ``[*batch]``, the
@@ -68,22 +68,20 @@ class EndOfLifeTransform(Transform):
                 "the transform on an Atari environment (on each one inside a batch of them), or pass eol_attribute=."
             ) from error
 
-    def _counted(self, td: TensorDictBase) -> torch.Tensor:
-        lives = torch.as_tensor(self._lives(), dtype=torch.int64, device=device_of(td))
-        return lives.reshape(td.batch_size)
+    def _counted(self, kind: Any) -> Any:
+        lives = torch.as_tensor(self._lives(), dtype=torch.int64, device=kind.device or self._flag_spec().device)
+        return kind.whole(lives.reshape(kind.batch))
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        lives = self._counted(next_tensordict)
-        lost = self._carried(tensordict, self.lives_key) > lives
-        done = self._read(next_tensordict, self.done_key)
-        lost = lost.reshape(lost.shape + (1,) * (done.ndim - lost.ndim)) | done
-        next_tensordict.set(self.eol_key, lost)
-        return next_tensordict.set(self.lives_key, lives)
+    resets_by_mask = False
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        lives = self._counted(tensordict_reset)
-        tensordict_reset.set(self.eol_key, self._flag_spec().zero())
-        return tensordict_reset.set(self.lives_key, lives)
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        lives, done = self._counted(kind), self._read(out, self.done_key)
+        lost = self._carried(root, self.lives_key) > lives
+        out[self.eol_key] = lost.reshape(lost.shape + (1,) * (np.ndim(done) - lost.ndim)) | done
+        out[self.lives_key] = lives
+
+    def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
+        fresh[self.eol_key], fresh[self.lives_key] = kind.full(self._flag_spec(), False), self._counted(kind)
 
     def _flag_spec(self) -> Any:
         parent = self.parent
@@ -100,32 +98,16 @@ class EndOfLifeTransform(Transform):
         parent = self.parent
         if parent is None or tuple(parent.batch_size) != env.batch:
             raise NotNative("EndOfLifeTransform reads the lives of all environments at once")
-        eol, lives_key = unravel(self.eol_key), unravel(self.lives_key)
-        mark = Entry((*env.batch, 1), np.dtype(np.bool_), True)
-        count = Entry(env.batch, np.dtype(np.int64), False)
-        no = constant(mark, False)
+        return super().on_arrays(env).replace(reads=[self.lives_key], reads_env=True)
 
-        def lives() -> Any:
-            return np.asarray(self._lives(), np.int64).reshape(env.batch)
-
-        def step(root: Values, out: Values) -> None:
-            now = lives()
-            out[eol] = (self._carried(root, lives_key) > now) | out["done"]
-            out[lives_key] = now
-
-        def reset(fresh: Values) -> None:
-            fresh[lives_key], fresh[eol] = lives(), no
-
-        return ArrayTransform({eol: mark, lives_key: count}, [lives_key], step, reset, reads_env=True)
+    def _added(self, batch: torch.Size) -> dict[NestedKey, TensorSpec]:
+        flag = self._flag_spec()
+        return {self.eol_key: flag, self.lives_key: Unbounded(batch, device=flag.device, dtype=torch.int64)}
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Announce the mark and the lives."""
-        observation_spec = observation_spec.clone()
         self._lives()
-        observation_spec.set(self.eol_key, self._flag_spec().clone())
-        lives = Unbounded(observation_spec.shape, device=self._flag_spec().device, dtype=torch.int64)
-        observation_spec.set(self.lives_key, lives)
-        return observation_spec
+        return super().transform_observation_spec(observation_spec)
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:
         """A step reads the lives."""

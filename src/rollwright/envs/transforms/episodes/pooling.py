@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys
 from rollwright.data.specs import Bounded, Composite, TensorSpec
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
-from rollwright.envs.transforms.base import KeySeq, Transform, map_spec
-from rollwright.errors import NotNative
+from rollwright.envs.transforms.base import KeySeq, map_spec
+from rollwright.envs.transforms.entries.stateful import StatefulTransform
 
 __all__ = ["TimeMaxPool"]
 
 
-class TimeMaxPool(Transform):
+class TimeMaxPool(StatefulTransform):
     """Takes the greatest of each element's last ``T`` values in the trajectory.
 
     What is missing at the begin of a trajectory counts as zeros: values below zero appear once there are ``T``. The
@@ -54,73 +51,22 @@ class TimeMaxPool(Transform):
         for index in range(len(self.in_keys)):
             self.register_buffer(f"values_{index}", None)
 
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        for index, (in_key, out_key) in enumerate(self._pairs()):
-            next_tensordict.set(out_key, self._next(index, self._read(next_tensordict, in_key), in_key))
-        return next_tensordict
-
-    def _next(self, index: int, value: torch.Tensor, key: NestedKey) -> torch.Tensor:
-        """The greatest of the last values and this one."""
+    def _next(self, kind: Any, index: int, value: torch.Tensor) -> torch.Tensor:
         past = self._buffers[f"values_{index}"]
         if past is None or past.shape[1:] != value.shape:
             held = "none" if past is None else f"some of shape {list(past.shape[1:])}"
             raise RuntimeError(
-                f"TimeMaxPool: expected past values of shape {list(value.shape)} for {key!r}, got {held}. Reset the "
-                "environment before stepping it."
+                f"TimeMaxPool: expected past values of shape {list(value.shape)} for {self.in_keys[index]!r}, got "
+                f"{held}. Reset the environment before stepping it."
             )
         self._buffers[f"values_{index}"] = past = torch.cat([past[1:], value.unsqueeze(0)])
         return past.amax(0)
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        for index, (in_key, out_key) in enumerate(self._pairs()):
-            value = tensordict_reset.get(in_key, None)
-            if value is None:
-                continue
-            fresh = self._fresh(tensordict, in_key, value)
-            if self.reset_key is not None and (mask := tensordict.get(self.reset_key, None)) is not None:
-                fresh = mask.reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
-            tensordict_reset.set(out_key, self._first(index, value, fresh))
-        return tensordict_reset
-
-    def _first(self, index: int, value: torch.Tensor, fresh: torch.Tensor | None) -> torch.Tensor:
-        """The greatest of a value that begins a trajectory and zeros."""
+    def _first(self, kind: Any, index: int, value: torch.Tensor, fresh: torch.Tensor | None) -> torch.Tensor:
         zeros = torch.zeros_like(value)
         begun = torch.stack([zeros] * (self.T - 1) + [value])
-        past = self._buffers[f"values_{index}"]
-        if fresh is not None and past is not None and past.shape == begun.shape:
-            self._buffers[f"values_{index}"] = torch.where(fresh, begun, past)
-        else:
-            self._buffers[f"values_{index}"] = begun
+        self._keep(kind, f"values_{index}", begun, fresh)
         return begun.amax(0)
-
-    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
-        self._needs_all_rows(env)
-        if self.reset_key is not None:
-            raise NotNative("TimeMaxPool has a reset_key")
-        entries: dict[NestedKey, Entry] = {}
-        calls: list[tuple[int, NestedKey, NestedKey, Callable[[Any], torch.Tensor]]] = []
-        for index, (key, out_key) in enumerate(self._pairs()):
-            entry = {**env.entries, **entries}.get(key)
-            if entry is None:
-                raise NotNative(f"TimeMaxPool looks at {key!r}, which is no observation")
-            entries[out_key] = entry.replace(column=False)
-            calls.append((index, key, out_key, _as_tensor(entry)))
-
-        def step(root: Values, out: Values) -> None:
-            for index, key, out_key, convert in calls:
-                out[out_key] = self._next(index, convert(out[key]), key).numpy()
-
-        def restart(fresh: Values, rows: Rows | None) -> None:
-            for index, key, out_key, convert in calls:
-                value = convert(fresh[key])
-                marked = None
-                if rows is not None:
-                    marked = torch.from_numpy(np.asarray(rows))
-                    marked = marked.reshape(marked.shape + (1,) * (value.ndim - marked.ndim))
-                fresh[out_key] = self._first(index, value, marked).numpy()
-
-        return ArrayTransform(entries, [], step, lambda fresh: restart(fresh, None), restart=restart)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Observations that may be zero."""
@@ -138,7 +84,3 @@ class TimeMaxPool(Transform):
 
     def __repr__(self) -> str:
         return f"TimeMaxPool(T={self.T}, keys={self.in_keys})"
-
-
-def _as_tensor(entry: Entry) -> Callable[[Any], torch.Tensor]:
-    return lambda value: torch.from_numpy(np.asarray(value, entry.dtype).reshape(entry.shape))

@@ -120,4 +120,3 @@ class TargetReturn(Adding):
 
     def __repr__(self) -> str:
         return f"TargetReturn(target_return={self.target_return}, mode={self.mode!r})"
-

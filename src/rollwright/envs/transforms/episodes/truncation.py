@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey
-from rollwright.data.layout import DoneGroup
 from rollwright.data.specs import Composite
-from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Rows, Values
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform
+from rollwright.envs.on_arrays.columns import Columns
 from rollwright.envs.transforms.bookkeeping import Cutting
-from rollwright.errors import NotNative
 
 __all__ = ["RandomTruncationTransform"]
 
@@ -117,51 +113,37 @@ class RandomTruncationTransform(Cutting):
 
     # Data -------------------------------------------------------------------------------------
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        for index, (group, key) in enumerate(self._entries):
-            self._cut(next_tensordict, group, self._read(next_tensordict, key) >= self._horizons(index))
-        return next_tensordict
+    resets_by_mask = False
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
         for index, (group, key) in enumerate(self._entries):
-            count = self._read(tensordict_reset, key)
-            self._draw(index, count.shape, count.device, tensordict.get(group.reset, None))
-        return tensordict_reset
+            self._cut(out, group, self._read(out, key) >= kind.column(self._horizons(index)))
+
+    def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
+        for index, ((group, _), (_, flag)) in enumerate(zip(self._entries, self._beside_flags(), strict=True)):
+            shape = torch.Size((*kind.batch, *flag.shape[self._batch_ndim :]))
+            self._draw(index, shape, kind.device or flag.device, given.get(group.reset, None))
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """See :meth:`Transform.on_arrays`."""
         self._needs_all_rows(env)
-        if self.truncated_key != "truncated":
-            raise NotNative("RandomTruncationTransform sets another flag than truncated")
-        ((group, key),) = self._entries
-        shape = torch.Size((*env.batch, 1))
-        if key not in env.entries or env.entries[key].shape != shape:
-            raise NotNative(f"RandomTruncationTransform finds no count at {key!r}")
-
-        def step(root: Values, out: Values) -> None:
-            self._cut_array(group, key, out)
-
-        def restart(fresh: Values, rows: Rows | None) -> None:
-            self._draw(0, shape, None, None if rows is None else torch.from_numpy(np.array(rows)))
-
-        return ArrayTransform({}, [], step, lambda fresh: restart(fresh, None), restart=restart)
-
-    def _cut_array(self, group: DoneGroup, key: NestedKey, out: Values) -> None:
-        self._cut(out, group, out[key] >= self._horizons(0).numpy()[..., 0][()])
+        return self._on_rows(env, restarts=True)
 
     # Specs ------------------------------------------------------------------------------------
 
-    def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Announce the flag."""
-        output_spec = output_spec.clone()
-        for _, key in self._entries:
-            if key not in output_spec["full_observation_spec"]:
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """The same.
+
+        Raises:
+            KeyError: there is no count.
+        """
+        for key in self._keys:
+            if key not in observation_spec:
                 raise KeyError(
                     f"RandomTruncationTransform: there is no count {key!r}. Put StepCounter() before it, or pass "
                     "step_count_key=."
                 )
-        self._announce_flags(output_spec["full_done_spec"])
-        return output_spec
+        return observation_spec
 
     def __repr__(self) -> str:
         least, most = self.min_horizon, self.max_horizon

@@ -76,7 +76,7 @@ def _same(now: list[Transform], then: list[Transform]) -> bool:
 
 
 def _has_form(kind: type) -> bool:
-    """Whether a class has an array form of its own; what users inherit from one of this library may do something else."""
+    """Whether a class has an array form of its own; what inherits from one of this library may do something else."""
     return "on_arrays" in vars(kind) or (is_ours(kind) and getattr(kind, "on_arrays", None) is not Transform.on_arrays)
 
 

@@ -74,7 +74,7 @@ class TransformedTensors(OwnTensors):
 
     def _check_parts(self) -> None:
         self._base.check()
-        now = parts_of(self._env.transform)  # type: ignore[attr-defined]
+        now = parts_of(self._env.transform)  # type: ignore[arg-type]
         if len(now) != len(self._parts) or any(map(is_not, now, self._parts)):
             raise NotNative("its transforms have changed")
 
