@@ -357,6 +357,7 @@ class Counter(TorchDispatchMode):
 
 class Halves(nn.Module):
     def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1  # which keeps it from being taken apart
         return x.chunk(2, -1)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBase
+from tensordict.nn import InteractionType, TensorDictModuleBase
 
 from rollwright._keys import NestedKey
 from rollwright.errors import NotNative
@@ -20,11 +20,9 @@ from rollwright.modules.signature import SignaturePolicy
 from rollwright.policies.base import ArrayPolicy, TensorPolicy
 from rollwright.policies.calls import CalledFunction, CalledModule
 from rollwright.policies.compiling import compile_policy
-from rollwright.policies.layers import unroll
 from rollwright.policies.program import Program, RandomActions, parameters_of
 from rollwright.policies.registration import register_distribution, register_layer
 from rollwright.policies.staging import Staged
-from rollwright.policies.watch import ModuleSnapshot
 
 __all__ = ["ArrayPolicy", "array_policy", "compile_policy", "register_distribution", "register_layer"]
 
@@ -82,23 +80,7 @@ def _on_tensors(
     if type(policy) is RandomPolicy:
         return RandomActions(policy, batch_shape)
     if type(policy) is SignaturePolicy:
-        called = CalledModule(policy, batch_shape, available)
-        taken_apart = _of_known_layers(policy)
-        if taken_apart is None:
-            return called
-        program = Program(taken_apart, exploration_type, batch_shape, available)
-        program.watch(policy)
-        return program
+        return CalledModule(policy, batch_shape, available)
     if isinstance(policy, TensorDictModuleBase):
         return Program(policy, exploration_type, batch_shape, available)
     raise NotNative(f"{type(policy).__name__} is no TensorDict module")
-
-
-def _of_known_layers(policy: SignaturePolicy) -> TensorDictModule | None:
-    """A policy that is a chain of layers of torch, as a module on TensorDicts; None: it is another one."""
-    if not policy.by_position or len(policy.in_keys) != 1 or len(policy.out_keys) != 1 or policy.form is not None:
-        return None
-    layers = unroll(policy.module, ModuleSnapshot())
-    if not all(layer.outputs == 1 and layer.transient for layer in layers):
-        return None
-    return TensorDictModule(policy.module, in_keys=policy.in_keys, out_keys=policy.out_keys)

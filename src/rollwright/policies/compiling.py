@@ -60,6 +60,12 @@ def compile_policy(
     acting = set_interaction_type(inner.exploration_type) if isinstance(inner, Program) else nullcontext()
     with torch.no_grad(), acting, _same_random_numbers(), _same_buffers(getattr(inner, "policy", None)):
         why = ""
+        device = policy.device if isinstance(policy, Staged) else "cpu"
+        if isinstance(inner, Program | CalledModule):
+            inner.settle(*[torch.from_numpy(array).to(device) for array in inputs])
+        if isinstance(inner, CalledModule) and inner.program is not None:
+            inner = inner.program
+            policy = Staged(inner, policy.device) if isinstance(policy, Staged) else inner
         if not arguments and isinstance(policy, Program):
             try:
                 return _agrees(policy, NumpyProgram(policy, inputs), inputs)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
 
 from rollwright.errors import NotNative
 from rollwright.policies.noise import Kind, Noise
@@ -39,6 +39,8 @@ class Emitter:
         self.refreshes: list[Callable[[], Any]] = []
         self.draws_in_torch = False
         self._own: list[Array] = []
+        self._of_parameters: dict[tuple[int, str], Array] = {}
+        self._fixed: dict[int, Array] = {}  # held, so that no other array gets the id of one
         self._with_one: dict[int, tuple[Array, Array]] = {}
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -71,24 +73,53 @@ class Emitter:
         self.put(function, *arguments, out=out)
         return out
 
-    def parameter(self, module: nn.Module, name: str, dtype: Any) -> Array | None:
-        """Memory that holds a parameter or buffer as it is when a rollout begins; None if the module has none.
+    def parameter(self, owner: Mapping[str, Any], name: str, dtype: Any = None) -> Array | None:
+        """Memory that holds a parameter or buffer as it is when a rollout begins; None if there is none.
+
+        Args:
+            owner: the dictionary in which its module keeps it.
+            name: its name there.
+            dtype: of the data, which it must have; None: any.
 
         Raises:
-            NotNative: it is of another dtype than the data.
+            NotNative: it is of another dtype than the data, or of one that NumPy has not.
         """
-        fields = vars(module)
-        owner = fields["_parameters"] if name in fields["_parameters"] else fields["_buffers"]
+        if (id(owner), name) in self._of_parameters:
+            return self._of_parameters[id(owner), name]
         tensor = owner.get(name)
         self.parameters.append((owner, name))
         if tensor is None:
             return None
-        if tensor.device.type != "cpu" or tensor.detach().numpy().dtype != dtype:
+        try:
+            found = tensor.detach().numpy().dtype
+        except TypeError:  # on another device, or bfloat16
+            found = None
+        if found is None or (dtype is not None and found != dtype):
             raise NotNative(f"a parameter is {tensor.dtype} and the data are {dtype}")
-        own = np.empty(tuple(tensor.shape), dtype)
+        own = np.empty(tuple(tensor.shape), found)
         self.refreshes.append(lambda: np.copyto(own, cast(torch.Tensor, owner[name]).detach().numpy()))
         self._own.append(own)
+        self._of_parameters[id(owner), name] = own
+        self.fix([own])
         return own
+
+    def fix(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Note that the arrays change between rollouts alone."""
+        self._fixed.update({id(array): array for array in arrays})
+        return arrays
+
+    def is_fixed(self, array: Array) -> bool:
+        """Whether an array changes between rollouts alone."""
+        return id(array) in self._fixed
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Have the calls that are appended run before a rollout, not at each step."""
+        calls, self.calls = self.calls, self.refreshes
+        try:
+            yield
+        finally:
+            self.calls = calls
 
     def draw(self, kind: Kind, like: Array) -> None:
         """Have ``noise`` give a row of such random numbers at this place, once a step."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from tensordict import TensorDict, is_tensor_collection
 from torch import Tensor
@@ -17,8 +15,6 @@ from rollwright._keys import NestedKey, unravel
 from rollwright.errors import NotNative
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.noise import Noise
-
-__all__ = ["Ask", "Chain", "Draw", "FunctionCall", "Layer", "Node", "Outputs", "Own", "Step", "Values", "as_tensor"]
 
 Values = list[Any]  # one tensor (or None) per slot
 Step = Callable[[Values], None]
@@ -55,6 +51,10 @@ class Node(abc.ABC):
         """The same, compared with what it stands for; runs once, at the first call."""
         return self.step()
 
+    def settled(self) -> Node:
+        """What runs from the second call on, once ``checked_step()`` has run."""
+        return self
+
     def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
         """Append the calls that do it in NumPy; the results.
 
@@ -72,176 +72,6 @@ class Node(abc.ABC):
     def label(self) -> str:
         """What it is, for messages."""
         return type(self).__name__
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One call in a chain.
-
-    Attributes:
-        module: where the call comes from; its parameters are read at each call.
-        call: from the input to the output.
-        outputs: how many tensors come out; None where that shows only in a call (an unknown module).
-        fresh: whether the output has memory of its own.
-        in_place: the same call in the memory of an input that nobody reads any more.
-        in_numpy: appends the calls that do it in NumPy to an emitter, given the module and the input.
-        check: raises where the call gives other values than the module.
-        transient: see :class:`Node`.
-    """
-
-    module: Any
-    call: Callable[[Any], Any]
-    outputs: int | None = 1
-    fresh: bool = True
-    in_place: Callable[[Any], Any] | None = None
-    in_numpy: Callable[[Emitter, Any, Array], Any] | None = None
-    check: Callable[[Any], None] | None = None
-    transient: bool = True
-
-    def emit(self, emitter: Emitter, x: Array) -> tuple[Array, ...]:
-        """Append its calls on ``x``; its results.
-
-        Raises:
-            NotNative: it is not known in NumPy.
-        """
-        name = type(self.module).__name__
-        if self.in_numpy is None or self.outputs is None:
-            raise NotNative(f"{name} is not known in NumPy")
-        if x.dtype not in ("float32", "float64"):
-            raise NotNative(f"{name} reads {x.dtype}")
-        result = self.in_numpy(emitter, self.module, x)
-        return result if isinstance(result, tuple) else (result,)
-
-
-@dataclass(frozen=True)
-class Chain(Node):
-    """Layers one after another, from one slot.
-
-    Attributes:
-        layers: the calls.
-        outputs: turns the result into one tensor per slot, where the last layer is not known to give them.
-    """
-
-    layers: tuple[Layer, ...]
-    outputs: Outputs
-
-    def step(self) -> Step:
-        """One layer after another, in the memory of the result before where only they read it."""
-        layers = list(self.layers)
-        for i, (before, layer) in enumerate(pairwise(self.layers), 1):
-            if layer.in_place is not None and before.fresh:
-                layers[i] = replace(layer, call=layer.in_place)
-        return self._step(tuple(layer.call for layer in layers))
-
-    def _step(self, functions: Sequence[Callable[[Any], Any]]) -> Step:
-        (source,), writes, outputs = self.reads, self.writes, self.outputs
-        known = self.layers[-1].outputs if self.layers else 1
-        if known == 1 == len(writes):
-            return _one(source, functions, writes[0])
-        spread: Callable[[Any], Sequence[Tensor]] = tuple if known == len(writes) else outputs
-
-        def run(values: Values) -> None:
-            x = values[source]
-            for function in functions:
-                x = function(x)
-            for slot, value in zip(writes, spread(x), strict=True):
-                values[slot] = value
-
-        return run
-
-    def checked_step(self) -> Step:
-        """See :meth:`Node.checked_step`."""
-        return self._step([_checked(layer) for layer in self.layers])
-
-    def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
-        """See :meth:`Node.emit`."""
-        results = reads
-        for layer in self.layers:
-            if len(results) != 1:
-                raise NotNative("a layer reads several values")
-            if getattr(layer.module, "inplace", False) and np.shares_memory(results[0], reads[0]):
-                raise NotNative(f"{type(layer.module).__name__} changes an entry in place")
-            results = layer.emit(emitter, results[0])
-        if len(results) != len(self.writes):
-            raise NotNative("the outputs of a layer do not match its out_keys")
-        return results
-
-    @property
-    def calls(self) -> int:
-        """One per layer."""
-        return len(self.layers)
-
-    @property
-    def known(self) -> bool:  # type: ignore[override]
-        """Whether every layer is."""
-        return all(layer.outputs is not None for layer in self.layers)
-
-    @property
-    def transient(self) -> bool:  # type: ignore[override]
-        """Whether every layer is."""
-        return all(layer.transient for layer in self.layers)
-
-
-def _one(source: int, functions: Sequence[Callable[[Any], Any]], target: int) -> Step:
-    def run(values: Values) -> None:
-        x = values[source]
-        for function in functions:
-            x = function(x)
-        values[target] = x
-
-    return run
-
-
-def _checked(layer: Layer) -> Callable[[Any], Any]:
-    check, call = layer.check, layer.call
-    if check is None:
-        return call
-
-    def run(x: Any) -> Any:
-        check(x)
-        return call(x)
-
-    return run
-
-
-@dataclass(frozen=True)
-class FunctionCall(Node):
-    """A module or function that is called as it is.
-
-    Attributes:
-        function: takes the values read, or keyword arguments where ``names`` are given.
-        names: of the arguments; empty for positional ones.
-        constants: further keyword arguments.
-        outputs: turns the result into one tensor per slot.
-    """
-
-    function: Callable[..., Any]
-    names: tuple[str, ...]
-    constants: Mapping[str, Any]
-    outputs: Outputs
-
-    known: ClassVar[bool] = False
-
-    @property
-    def label(self) -> str:
-        """The module that owns the function."""
-        return self.outputs.owner
-
-    def step(self) -> Step:
-        """Collect the arguments, call, spread the results."""
-        function, reads, writes = self.function, self.reads, self.writes
-        names, constants, outputs = self.names, self.constants, self.outputs
-
-        def run(values: Values) -> None:
-            arguments = [values[slot] for slot in reads]
-            if names:
-                result = function(**{**dict(zip(names, arguments, strict=True)), **constants})
-            else:
-                result = function(*arguments, **constants)
-            for slot, value in zip(writes, outputs(result), strict=True):
-                values[slot] = value
-
-        return run
 
 
 @dataclass(frozen=True)
@@ -396,3 +226,22 @@ class Ask(Node):
                 values[slot] = td.get(key)
 
         return run
+
+
+def same_generators(like: Tensor) -> Any:
+    """Put torch's generators back as they were."""
+    return torch.random.fork_rng(devices=[like.device] if like.is_cuda else [])
+
+
+def generator_state(like: Tensor) -> Tensor:
+    """The state of the generator of a tensor's device."""
+    return torch.cuda.get_rng_state(like.device) if like.is_cuda else torch.get_rng_state()
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two tensors are equal, NaN for NaN."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return False
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))

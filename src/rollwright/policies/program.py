@@ -19,6 +19,8 @@ from rollwright.modules.random_policy import missing_batch
 from rollwright.policies.base import TensorPolicy, WatchedPolicy, array_of
 from rollwright.policies.draws import Built
 from rollwright.policies.nodes import Ask, Own, Step, Values
+from rollwright.policies.traced.node import Traced, settled
+from rollwright.policies.traced.ops import Form, Weight, form_of
 from rollwright.policies.walk import Walk
 
 __all__ = ["Program", "RandomActions"]
@@ -55,21 +57,41 @@ class Program(WatchedPolicy):
         self.finite_keys = [key for key in walk.checked if key in walk.written]
         self.in_slots = list(walk.inputs.values())
         self.out_slots = list(walk.written.values())
+        self.blank: Values = [None] * walk.size
+        self._settled = False
+        self._weights: list[tuple[Weight, Form]] = []
+        self._arrange([node.checked_step() for node in self.nodes])
+
+    def _arrange(self, steps: list[Step]) -> None:
+        """Take over what follows from the nodes, with the steps that they are run by."""
+        self._steps = steps
+        whole = [f"{node.label} called whole ({node.why})" for node in self.nodes if getattr(node, "why", "")]
         built = [
-            f", and {node.label}, built at each step (register_distribution takes functions in its place)"
-            for node in walk.nodes
+            f"{node.label}, built at each step (register_distribution takes functions in its place)"
+            for node in self.nodes
             if isinstance(node, Ask | Built)
         ]
-        self.how = "".join([f"{counted(sum(node.calls for node in walk.nodes), 'call')} on tensors", *built])
-        self.varies = not all(node.known for node in walk.nodes)
-        self._steps, self._compared = [node.checked_step() for node in walk.nodes], False
-        self.blank: Values = [None] * walk.size
-        shared = {slot for node in walk.nodes if isinstance(node, Own) for slot in node.writes}
+        calls = f"{counted(sum(node.calls for node in self.nodes), 'call')} on tensors"
+        self.how = ", and ".join([calls, *whole, *built])
+        self.varies = not all(node.known for node in self.nodes)
+        shared = {slot for node in self.nodes if isinstance(node, Own) for slot in node.writes}
         self._results = [(slot, slot in shared) for slot in self.out_slots]
-        self._apart: list[Step] = []  # the steps but for copies
+        # The steps but for copies.
+        self._apart = [step for node, step in zip(self.nodes, steps, strict=True) if not isinstance(node, Own)]
         # Inference mode is cheaper than no_grad(), in which policies run: by an eighth, on small tensors.
-        transient = all(node.transient for node in walk.nodes)
+        transient = all(node.transient for node in self.nodes)
         self._mode: AbstractContextManager[Any] = torch.inference_mode() if transient else nullcontext()
+
+    def start(self, steps: int) -> None:
+        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        super().start(steps)
+        if any(form_of(weight()) != form for weight, form in self._weights):
+            raise NotNative("the policy has changed (shapes or dtypes of its parameters)")
+
+    def settle(self, *inputs: Tensor) -> None:
+        """Take a first step, if there was none, in which modules are taken apart."""
+        if not self._settled:
+            self.tensors(*inputs)
 
     def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
         """The steps, one after another."""
@@ -77,16 +99,17 @@ class Program(WatchedPolicy):
         outputs = [values[slot] for slot in self.out_slots]
         if not self._shapes_seen:
             self._check_shapes(outputs)
-            if not self._compared:
-                self._steps, self._compared = [node.step() for node in self.nodes], True
-                self._apart = [
-                    step for node, step in zip(self.nodes, self._steps, strict=True) if not isinstance(node, Own)
-                ]
+            if not self._settled:
+                self._settled = True
+                self.nodes = settled(self.nodes, self.out_slots)
+                traced = [node for node in self.nodes if isinstance(node, Traced)]
+                self._weights = [(weight, form_of(weight())) for node in traced for weight in node.weights]
+                self._arrange([node.step() for node in self.nodes])
         return outputs
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """The steps; what they did not give memory of its own is copied as arrays, far cheaper than tensors."""
-        if not self._compared or not self._shapes_seen:
+        if not self._settled or not self._shapes_seen:
             return super().__call__(*inputs)
         values = self.blank.copy()
         with self._mode:

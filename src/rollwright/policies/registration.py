@@ -18,7 +18,7 @@ from rollwright.errors import NotNative, PolicyError
 from rollwright.policies.distributions import DISTRIBUTIONS, EXPLORATION_TYPES, Sampling
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.layers import LAYERS, KnownLayer
-from rollwright.policies.nodes import Ask, Draw, Layer, Step, Values
+from rollwright.policies.nodes import Ask, Draw, Step, Values, generator_state, same_bits, same_generators
 
 __all__ = ["register_distribution", "register_layer"]
 
@@ -60,10 +60,12 @@ def register_layer(
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise TypeError(f"kind: expected a subclass of torch.nn.Module, got {kind!r}. Pass the class.")
+    if kind.__module__.startswith("torch.nn.modules."):
+        raise ValueError(f"kind: {kind.__name__} is registered already, as all of torch's layers are.")
     _check_new(kind, LAYERS)
     _check_functions({"function": function, "in_numpy": in_numpy})
     call: Callable[[Any, Tensor], Tensor] = kind.forward if function is None else function
-    LAYERS[kind] = KnownLayer(partial(_layer, call), None if in_numpy is None else partial(_emit, in_numpy))
+    LAYERS[kind] = KnownLayer(call, None if in_numpy is None else partial(_emit, in_numpy))
 
 
 def register_distribution(
@@ -134,30 +136,13 @@ def _check_functions(functions: Mapping[str, Any]) -> None:
 # Layers -------------------------------------------------------------------------------------------
 
 
-def _layer(function: Callable[[Any, Tensor], Tensor], module: nn.Module) -> Layer:
-    call = partial(function, module)
-
-    def check(x: Tensor) -> None:
-        with _same_generators(x):
-            expected = module(x.clone())
-        with _same_generators(x):
-            result = call(x.clone())
-        if not _same_bits(result, expected):
-            raise PolicyError(
-                f"policy: the function that register_layer was given for {type(module).__name__} returns something "
-                "else than the module. Return the tensor that forward returns, bit for bit."
-            )
-
-    return Layer(module, call, fresh=False, check=check, transient=False)
-
-
 def _emit(function: Callable[..., np.ndarray], emitter: Emitter, module: nn.Module, x: Array) -> Array:
     name = type(module).__name__
     tensors: dict[str, Any] = {}
-    for key, _ in (*module.named_parameters(), *module.named_buffers()):
-        if "." in key:
-            raise NotNative(f"{name} has parameters in parts of its own")
-        tensors[key] = emitter.parameter(module, key, x.dtype)
+    if any("." in key for key, _ in (*module.named_parameters(), *module.named_buffers())):
+        raise NotNative(f"{name} has parameters in parts of its own")
+    for owner in (module._parameters, module._buffers):
+        tensors.update({key: emitter.parameter(owner, key, x.dtype) for key, value in owner.items() if value is not None})
     with np.errstate(all="ignore"):
         example = np.asarray(function(module, np.zeros_like(x), **tensors))
     out, copy = emitter.new(example.shape, example.dtype), np.copyto
@@ -218,12 +203,12 @@ class _RegisteredDraw(Draw):
 
         def run(values: Values) -> None:
             expected, like = values.copy(), values[self.reads[0]]
-            with _same_generators(like):
+            with same_generators(like):
                 plain(expected)
-                after = _generator_state(like)
+                after = generator_state(like)
             fast(values)
-            same = all(_same_bits(values[slot], expected[slot]) for slot in self.writes)
-            if not same or not torch.equal(_generator_state(like), after):
+            same = all(same_bits(values[slot], expected[slot]) for slot in self.writes)
+            if not same or not torch.equal(generator_state(like), after):
                 raise PolicyError(
                     f"policy: the functions that register_distribution was given for {self.label} give other "
                     "values or log-probs than it does, or draw other random numbers. Compute what it computes, in the "
@@ -259,23 +244,3 @@ def _draw(
         pick=pick,
         score=cast(Any, score),
     )
-
-
-# Comparing ----------------------------------------------------------------------------------------
-
-
-def _same_generators(like: Tensor) -> Any:
-    """Put torch's generators back as they were."""
-    return torch.random.fork_rng(devices=[like.device] if like.is_cuda else [])
-
-
-def _generator_state(like: Tensor) -> Tensor:
-    return torch.cuda.get_rng_state(like.device) if like.is_cuda else torch.get_rng_state()
-
-
-def _same_bits(one: Any, other: Any) -> bool:
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return False
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,10 @@ from rollwright.errors import NotNative
 from rollwright.policies.distributions import Sampling, draw_of, draws_one, find_draw
 from rollwright.policies.draws import Built
 from rollwright.policies.exploration import MODULES, Called, Projection, safe_keys
-from rollwright.policies.layers import unroll
-from rollwright.policies.nodes import Ask, Chain, Draw, FunctionCall, Node, Outputs, Own
+from rollwright.policies.layers import LayerCall, is_torchs, makes_positive_scale, registered, unroll
+from rollwright.policies.nodes import Ask, Draw, Node, Outputs, Own
 from rollwright.policies.recurrent.step import Recurrent, RecurrentStep, find_recurrent
+from rollwright.policies.traced.call import FunctionCall
 from rollwright.policies.watch import ModuleSnapshot, check_globals, is_special
 
 __all__ = ["Walk"]
@@ -67,6 +70,7 @@ class Walk:
         written: entries written, with the slots of their last values.
         checked: entries that turn NaN where the parameters of a distribution do.
         size: the number of slots.
+        slots: gives further ones.
         kept: entries that it reads as it wrote them in the step before, with their values in a first one.
         watch: what was read of the policy's modules.
     """
@@ -83,7 +87,8 @@ class Walk:
         self._type = exploration_type
         self._batch = tuple(batch_shape)
         self._available = {unravel(key) for key in available}
-        self._fresh: list[bool] = []
+        self.slots = count()
+        self._fresh: dict[int, bool] = {}
         self._tested: list[tuple[NestedKey, int | None]] = []  # what is NaN where a distribution's parameters are
         self._positive: set[int] = set()  # slots of scales that cannot be zero or less
 
@@ -110,8 +115,9 @@ class Walk:
     # Slots ------------------------------------------------------------------------------------
 
     def _slot(self, fresh: bool) -> int:
-        self._fresh.append(fresh)
-        return len(self._fresh) - 1
+        slot = next(self.slots)
+        self._fresh[slot] = fresh
+        return slot
 
     def _read(self, keys: Iterable[NestedKey]) -> tuple[int, ...]:
         return tuple(self._read_one(unravel(key)) for key in keys)
@@ -238,19 +244,41 @@ class Walk:
         keys = _unraveled(module.out_keys_source)
         reads = self._read(module.in_keys)
         outputs = Outputs(keys, self._batch, f"TensorDictModule({name})")
-        names = tuple(module._kwargs or ())
-        if module.method is None and not names and not module.method_kwargs and len(reads) == 1:
-            layers = tuple(unroll(module.module, self.watch))
-            fresh = self._fresh[reads[0]]
-            for layer in layers:
-                fresh = layer.outputs is not None and (fresh or layer.fresh)
-            writes = self._write(keys, fresh)
-            if layers and layers[-1].outputs == 2 == len(writes) and layers[-1].module.scale_lb > 0:
-                self._positive.add(writes[1])
-            self.nodes.append(Chain(reads, writes, layers, outputs))
+        names, constants = tuple(module._kwargs or ()), dict(module.method_kwargs)
+        if module.method is not None or names or constants or len(reads) != 1:
+            self._call(module.module, reads, self._write(keys, False), outputs, module.method, names, constants)
             return
-        function = module.module if module.method is None else _method(module.module, module.method)
-        self.nodes.append(FunctionCall(reads, self._write(keys, False), function, names, module.method_kwargs, outputs))
+        parts = unroll(module.module, self.watch) or [nn.Identity()]
+        for part in parts[:-1]:
+            between = (self._slot(False),)
+            self._call(part, reads, between, None)
+            reads = between
+        writes = self._write(keys, False)
+        self._call(parts[-1], reads, writes, outputs)
+        if len(writes) == 2 and makes_positive_scale(parts[-1]):
+            self._positive.add(writes[1])
+
+    def _call(
+        self,
+        module: Any,
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        outputs: Outputs | None,
+        method: str | None = None,
+        names: tuple[str, ...] = (),
+        constants: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        layer = registered(module) if method is None else None
+        if layer is not None and len(reads) == len(writes) == 1 and not names and not constants:
+            self.nodes.append(LayerCall(reads, writes, module, layer))
+        else:
+            watch, slots = self.watch, self.slots
+            self.nodes.append(
+                FunctionCall(reads, writes, module, method, names, constants, outputs, watch, slots.__next__)
+            )
+        if layer is not None or is_torchs(module):
+            for part in module.modules():
+                self.watch.add(part)
 
     def _recurrent(self, found: Recurrent) -> None:
         self._look_into(found.module)
@@ -329,11 +357,6 @@ class Walk:
             return None
         names = tuple(as_tuple(key)[-1] for key in module.dist_keys)
         return Built(ask.reads, ask.writes, ask, names, dict(module.distribution_kwargs or {}), self._type, scored)
-
-
-def _method(owner: Any, name: str) -> Callable[..., Any]:
-    """A method looked up by name at each call, as ``TensorDictModule`` does."""
-    return lambda *arguments, **options: getattr(owner, name)(*arguments, **options)
 
 
 def _parts(sequence: TensorDictSequential) -> Iterable[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -15,6 +16,7 @@ from rollwright.errors import NotNative
 __all__ = ["ModuleSnapshot", "check_globals", "is_special"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_KEPT = ("_parameters", "_buffers")
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
@@ -59,20 +61,31 @@ def check_globals() -> None:
 class ModuleSnapshot:
     """The objects that a policy on arrays was made of, as they were.
 
-    A change is an attribute that holds another object, a child or a hook that came or went. New values of parameters
-    and buffers are none: they are read at each call.
+    A change is an attribute that holds another object, a child or a hook that came or went, or another value of what
+    the code reads. New values of parameters and buffers are none: they are read at each call.
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Any, type, list[Any], dict[str, Any], list[Any], list[str], list[Any]]] = []
+        self._seen: list[tuple[Any, type, list[Any], dict[str, Any], list[Any], list[Any], list[Any]]] = []
+        self._read: list[tuple[Callable[[], Any], list[Any]]] = []
 
     def add(self, thing: Any) -> None:
         """Remember an object (a module, or any other with attributes)."""
         children = vars(thing).get("_modules", {})
         special = _specialties(thing)
-        fields, parameters = vars(thing), list(vars(thing).get("_parameters", ()))
         parts = list(children.values())
-        self._seen.append((thing, type(thing), list(fields.values()), children, parts, parameters, special))
+        self._seen.append(
+            (thing, type(thing), list(vars(thing).values()), children, parts, _tensors(thing), special)
+        )
+
+    def read(self, getter: Callable[[], Any]) -> None:
+        """Remember what a function gives, such as a global of the code."""
+        self._read.append((getter, _with_items(getter())))
+
+    def update(self, other: ModuleSnapshot) -> None:
+        """Remember what another does, as it was for that."""
+        self._seen += other._seen
+        self._read += other._read
 
     def check(self) -> None:
         """Compare all that was remembered with what is.
@@ -81,18 +94,36 @@ class ModuleSnapshot:
             NotNative: something changed.
         """
         check_globals()
-        for thing, kind, fields, children, parts, parameters, special in self._seen:
-            now = vars(thing)
+        for thing, kind, fields, children, parts, tensors, special in self._seen:
             if (
                 type(thing) is not kind
-                or len(now) != len(fields)
-                or not all(map(is_, now.values(), fields))
-                or len(children) != len(parts)
-                or not all(map(is_, children.values(), parts))
-                or list(now.get("_parameters", ())) != parameters
+                or not _same(list(vars(thing).values()), fields)
+                or not _same(list(children.values()), parts)
+                or _tensors(thing) != tensors
                 or _specialties(thing) != special
             ):
                 raise NotNative(f"the policy has changed ({kind.__name__})")
+        for getter, value in self._read:
+            if not _same(_with_items(getter()), value):
+                raise NotNative("the policy has changed (what its code reads)")
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _with_items(value: Any) -> list[Any]:
+    """A value, and what it holds where it is a container."""
+    if not isinstance(value, list | tuple | set | frozenset | dict):
+        return [value]
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return [value, *(each for item in items for each in _with_items(item))]
+
+
+def _tensors(thing: Any) -> list[Any]:
+    """Names of parameters and buffers, and whether there is one."""
+    fields = vars(thing)
+    return [(name, each is None) for kept in _KEPT for name, each in (fields.get(kept) or {}).items()]
 
 
 def _specialties(thing: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict.nn import InteractionType, TensorDictModule
 from torch import Tensor
 
 from rollwright._keys import NestedKey, key_str, unravel
@@ -14,6 +15,7 @@ from rollwright.errors import NotNative
 from rollwright.modules.signature import SignaturePolicy
 from rollwright.policies.base import WatchedPolicy, own_arrays
 from rollwright.policies.nodes import as_tensor
+from rollwright.policies.program import Program
 from rollwright.policies.watch import ModuleSnapshot, check_globals, is_special
 
 __all__ = ["CalledModule"]
@@ -22,12 +24,16 @@ __all__ = ["CalledModule"]
 class CalledModule(WatchedPolicy):
     """A module that takes entries of the environment by name.
 
-    Its further outputs, ``output1`` and so on, are known after the first call.
+    Its further outputs, ``output1`` and so on, are known after the first call. One that has none is taken apart in the
+    second, where it can be.
 
     Args:
         policy: the module, wrapped by its signature.
         batch_shape: of the entries.
         available: entries of the root.
+
+    Attributes:
+        program: the module taken apart, once it is.
 
     Raises:
         NotNative: the wrapper has hooks, or an entry is missing.
@@ -48,7 +54,32 @@ class CalledModule(WatchedPolicy):
         self.call = policy.module
         self.finite_keys: list[NestedKey] = []
         self._count = 0  # of outputs, once a call has shown them
-        self.how = f"{type(policy.module).__name__} called on tensors"
+        self.program: Program | None = None
+        self._tried = policy.form is not None
+
+    @property
+    def how(self) -> str:  # type: ignore[override]
+        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        return f"{type(self.policy.module).__name__} called on tensors" if self.program is None else self.program.how
+
+    @property
+    def varies(self) -> bool:  # type: ignore[override]
+        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        return self.program is None or self.program.varies
+
+    def start(self, steps: int) -> None:
+        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        super().start(steps)
+        if self.program is not None:
+            self.program.start(steps)
+
+    def settle(self, *inputs: Tensor) -> Program | None:
+        """Take the module apart, if it was not tried; None: it cannot be."""
+        if not self._count:
+            self.tensors(*inputs)
+        if not self._tried:
+            self.tensors(*inputs)
+        return self.program
 
     @property
     def out_keys(self) -> list[NestedKey]:  # type: ignore[override]
@@ -57,11 +88,19 @@ class CalledModule(WatchedPolicy):
 
     def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
         """One call of the module."""
+        if self.program is not None:
+            return self.program.tensors(*inputs)
+        if self._count == 1 and not self._tried:
+            return self._taken_apart(inputs)
         # It may return memory that it uses again.
         return [value.detach().clone() for value in self._values(inputs)]
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """One call of the module, its results copied as arrays: far cheaper than copies of tensors."""
+        if self.program is not None:
+            return self.program(*inputs)
+        if self._count == 1 and not self._tried:
+            return own_arrays(self._taken_apart([torch.from_numpy(value) for value in inputs]))
         tensors = [torch.from_numpy(value) for value in inputs]
         form = self.policy.form
         if form is None or not self._shapes_seen or self._count != 1:
@@ -70,6 +109,18 @@ class CalledModule(WatchedPolicy):
         action = form.array(made[0]) if len(made) == 1 else None
         # What is no action, or another number of outputs, is reported from the tensors.
         return own_arrays(self._formed(made)) if type(action) is not np.ndarray else [action]
+
+    def _taken_apart(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """One call, in which the module is taken apart."""
+        self._tried = True
+        policy, keys = self.policy, list(self.in_keys)
+        in_keys: Any = keys if policy.by_position else dict(zip(policy.in_keys, keys, strict=True))
+        module = TensorDictModule(policy.module, in_keys=in_keys, out_keys=policy.out_keys)
+        program = Program(module, InteractionType.DETERMINISTIC, tuple(self.batch_shape), keys)
+        values = [value.detach().clone() for value in program.tensors(*inputs)]
+        if not program.varies:
+            self.program = program
+        return values
 
     def _values(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """What the module returned, in memory that may be its own."""

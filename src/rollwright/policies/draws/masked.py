@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rollwright.modules.distributions.discrete import score_masked
-from rollwright.policies.draws.basic import race
+from rollwright.policies.draws.basic import normalised, race
 from rollwright.policies.nodes import Draw, Step, Values
 
 __all__ = ["MaskedDraw"]
@@ -36,7 +36,7 @@ class MaskedDraw(Draw):
 
         def run(values: Values) -> None:
             logits = values[logits_at].masked_fill(~values[mask_at], neg_inf)
-            normal = logits - logits.logsumexp(-1, True)
+            normal = normalised(logits)
             p = normal.softmax(-1)
             if bool(torch.isnan(p).any()):
                 torch.multinomial(p.reshape(-1, p.shape[-1]), 1, True)  # says what is wrong

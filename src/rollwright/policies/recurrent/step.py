@@ -17,8 +17,8 @@ from rollwright.errors import NotNative
 from rollwright.modules import GRUModule, LSTMModule
 from rollwright.modules.recurrent.kernels import MOST_CELL_ROWS, take_step
 from rollwright.policies.emitter import Array, Emitter
-from rollwright.policies.layers import linear_numpy
 from rollwright.policies.nodes import Node, Step, Values
+from rollwright.policies.traced.in_numpy import linear_numpy
 
 __all__ = ["Recurrent", "RecurrentStep", "find_recurrent"]
 
@@ -210,8 +210,8 @@ def _restarted(emitter: Emitter, state: Array, mark: Array) -> Array:
 
 
 def _gates(emitter: Emitter, rnn: nn.RNNBase, layer: int, which: str, x: Array) -> Array:
-    weight = emitter.parameter(rnn, f"weight_{which}_l{layer}", x.dtype)
-    bias = emitter.parameter(rnn, f"bias_{which}_l{layer}", x.dtype) if rnn.bias else None
+    weight = emitter.parameter(rnn._parameters, f"weight_{which}_l{layer}", x.dtype)
+    bias = emitter.parameter(rnn._parameters, f"bias_{which}_l{layer}", x.dtype) if rnn.bias else None
     return linear_numpy(emitter, weight, bias, x)
 
 

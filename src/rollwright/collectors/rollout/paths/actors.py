@@ -35,8 +35,7 @@ class FlatActor(Actor):
 
     def __init__(self, policy: ArrayPolicy, entries: Mapping[NestedKey, Entry]) -> None:
         self._policy, self._entries = policy, entries
-        self.how, self.finite_keys = f"native: {policy.how}", policy.finite_keys
-        self.varies, self.frozen = policy.varies, policy.frozen
+        self.finite_keys, self.frozen = policy.finite_keys, policy.frozen
         columns = {key: entry for key, entry in entries.items() if entry.column}
         self._in_rows = [(key, columns.get(key)) for key in policy.in_keys]
         self._kept = policy.kept
@@ -45,6 +44,12 @@ class FlatActor(Actor):
     def start(self, steps: int) -> None:
         """See :meth:`Actor.start`."""
         self._policy.start(steps)
+        self.varies = self._policy.varies
+
+    @property
+    def how(self) -> str:  # type: ignore[override]
+        """See :class:`Actor`; a first call may show it."""
+        return f"native: {self._policy.how}"
 
     def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
         """See :class:`Actor`."""
@@ -77,8 +82,7 @@ class TensorActor(Actor):
 
     def __init__(self, policy: ArrayPolicy) -> None:
         self._policy, self._kept = policy, policy.kept
-        self.how, self.finite_keys = f"native: {policy.how}", policy.finite_keys
-        self.varies, self.frozen = policy.varies, policy.frozen
+        self.finite_keys, self.frozen = policy.finite_keys, policy.frozen
         self._call = policy.tensors if isinstance(policy, TensorPolicy) else self._over_arrays
 
     def _over_arrays(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -87,6 +91,12 @@ class TensorActor(Actor):
     def start(self, steps: int) -> None:
         """See :meth:`Actor.start`."""
         self._policy.start(steps)
+        self.varies = self._policy.varies
+
+    @property
+    def how(self) -> str:  # type: ignore[override]
+        """See :class:`Actor`; a first call may show it."""
+        return f"native: {self._policy.how}"
 
     def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
         """See :class:`Actor`."""

@@ -1,0 +1,120 @@
+"""Recorder: notes the calls on tensors that a module makes in its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from rollwright.errors import NotNative
+from rollwright.policies.traced.ops import Op, Ref, Slot, Weight, form_of, mapped, name_of
+
+_ABOUT = set(
+    "dim dim_order element_size get_device is_complex is_conj is_contiguous is_floating_point is_neg is_same_size "
+    "is_signed is_tensor len ndimension nelement numel size storage_offset stride _set_grad_enabled".split()
+)
+_DETACHED = ("data", "grad")
+_SIZED_BY_VALUES = {"argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"}
+
+
+class Recorder(TorchFunctionMode):
+    """Runs nothing by itself: the functions of torch that are called in its context go on, and are noted.
+
+    Args:
+        inputs: slots of tensors.
+        weights: parameters and buffers, by the ids of their tensors.
+        new_slot: gives a slot that nothing else has.
+
+    Attributes:
+        ops: the calls.
+        why: what was called that cannot be repeated; empty: nothing.
+    """
+
+    def __init__(
+        self, inputs: Iterable[tuple[int, Tensor]], weights: Mapping[int, Weight], new_slot: Callable[[], int]
+    ) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.why = ""
+        self._new_slot, self._weights = new_slot, weights
+        self._alive: list[Tensor] = []  # so that no other tensor gets the id of one
+        self._known: dict[int, Slot] = {}
+        self._roots: dict[int, Ref] = {weight().untyped_storage()._cdata: weight for weight in weights.values()}
+        for slot, tensor in inputs:
+            self._note(tensor, Slot(slot))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call, and note the call."""
+        options = kwargs or {}
+        result = func(*args, **options)
+        if not self.why:
+            try:
+                self._record(func, tuple(args), options, result)
+            except Exception as error:  # such as of a tensor without a storage; the module goes on
+                self.why = str(error)
+        return result
+
+    def ref(self, tensor: Any) -> Ref:
+        """What stands for a tensor.
+
+        Raises:
+            NotNative: it came from elsewhere.
+        """
+        found = self._known.get(id(tensor)) or self._weights.get(id(tensor))
+        if found is None:
+            raise NotNative("it uses a tensor that is no input, parameter or buffer of it, and no result of torch's")
+        return found
+
+    def _record(self, function: Any, args: tuple[Any, ...], options: Mapping[str, Any], result: Any) -> None:
+        name = name_of(function)
+        several = isinstance(result, tuple | list) and not isinstance(result, torch.Size)
+        tensors = tuple(result) if several else (result,)
+        if not tensors or not all(isinstance(each, Tensor) for each in tensors):
+            if name in _ABOUT or getattr(function, "__name__", "") == "__get__":
+                return  # of shapes and types, which are the same at each step
+            raise NotNative(f"what it does depends on values of tensors ({name})")
+        masked = name == "getitem" and any(_is_mask(each) for each in args[1:])
+        if name in _DETACHED or name in _SIZED_BY_VALUES or masked or "out" in options:
+            raise NotNative(f"it uses {name} in a way that is not repeated")
+        given = mapped((args, dict(options)), Tensor, self.ref)
+        roots = tuple(self._roots.get(each.untyped_storage()._cdata) for each in tensors)
+        slots = tuple(self._new_slot() for _ in tensors)
+        self.ops.append(_simplified(Op(function, *given, slots, several, tuple(map(form_of, tensors)), roots)))
+        for slot, tensor in zip(slots, tensors, strict=True):
+            self._note(tensor, Slot(slot))
+
+    def _note(self, tensor: Tensor, slot: Slot) -> None:
+        self._alive.append(tensor)
+        self._known[id(tensor)] = slot
+        self._roots.setdefault(tensor.untyped_storage()._cdata, slot)
+
+
+def _simplified(op: Op) -> Op:
+    """The same function without what ``torch.nn.functional`` does around it."""
+    if op.function is F.relu:
+        return replace(op, function=torch.relu_ if op.options.get("inplace") else torch.relu, options={})
+    function: Any = {F.softmax: torch.softmax, F.log_softmax: torch.log_softmax}.get(op.function)
+    dim = op.options.get("dim")
+    if function is not None and dim is not None and op.options.get("dtype") is None and len(op.args) == 1:
+        return replace(op, function=function, args=(*op.args, dim), options={})
+    return op
+
+
+def _is_mask(index: Any) -> bool:
+    parts: Sequence[Any] = index if isinstance(index, tuple | list) else (index,)
+    return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in parts)
+
+
+def weights_of(modules: Iterable[nn.Module]) -> dict[int, Weight]:
+    """Where the tensors of modules are kept, by their ids: parameters, buffers, and attributes."""
+    found: dict[int, Weight] = {}
+    for module in modules:
+        fields = vars(module)
+        for owner in (fields, fields["_buffers"], fields["_parameters"]):
+            found.update({id(value): Weight(owner, name) for name, value in owner.items() if isinstance(value, Tensor)})
+    return found
