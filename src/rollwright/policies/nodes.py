@@ -244,4 +244,5 @@ def same_bits(one: Any, other: Any) -> bool:
         return False
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
-    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+    form = torch.contiguous_format
+    return torch.equal(*(each.clone(memory_format=form).reshape(-1).view(torch.uint8) for each in (one, other)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from rollwright.policies.base import TensorPolicy, WatchedPolicy, array_of
 from rollwright.policies.draws import Built
 from rollwright.policies.nodes import Ask, Own, Step, Values
 from rollwright.policies.traced.node import Traced, settled
-from rollwright.policies.traced.ops import Form, Weight, form_of
+from rollwright.policies.traced.ops import Form, form_of
 from rollwright.policies.walk import Walk
 
 __all__ = ["Program", "RandomActions"]
@@ -59,7 +59,8 @@ class Program(WatchedPolicy):
         self.out_slots = list(walk.written.values())
         self.blank: Values = [None] * walk.size
         self._settled = False
-        self._weights: list[tuple[Weight, Form]] = []
+        self._weights: list[tuple[Mapping[str, Any], str]] = []
+        self._forms: list[Form] = []
         self._arrange([node.checked_step() for node in self.nodes])
 
     def _arrange(self, steps: list[Step]) -> None:
@@ -85,7 +86,7 @@ class Program(WatchedPolicy):
     def start(self, steps: int) -> None:
         """See :class:`~rollwright.policies.ArrayPolicy`."""
         super().start(steps)
-        if any(form_of(weight()) != form for weight, form in self._weights):
+        if [(owner[name].shape, owner[name].dtype) for owner, name in self._weights] != self._forms:
             raise NotNative("the policy has changed (shapes or dtypes of its parameters)")
 
     def settle(self, *inputs: Tensor) -> None:
@@ -103,7 +104,9 @@ class Program(WatchedPolicy):
                 self._settled = True
                 self.nodes = settled(self.nodes, self.out_slots)
                 traced = [node for node in self.nodes if isinstance(node, Traced)]
-                self._weights = [(weight, form_of(weight())) for node in traced for weight in node.weights]
+                weights = {(id(each.owner), each.name): each for node in traced for each in node.weights}.values()
+                self._weights = [(each.owner, each.name) for each in weights]
+                self._forms = [form_of(each()) for each in weights]
                 self._arrange([node.step() for node in self.nodes])
         return outputs
 

@@ -142,7 +142,9 @@ def _emit(function: Callable[..., np.ndarray], emitter: Emitter, module: nn.Modu
     if any("." in key for key, _ in (*module.named_parameters(), *module.named_buffers())):
         raise NotNative(f"{name} has parameters in parts of its own")
     for owner in (module._parameters, module._buffers):
-        tensors.update({key: emitter.parameter(owner, key, x.dtype) for key, value in owner.items() if value is not None})
+        tensors.update(
+            {key: emitter.parameter(owner, key, x.dtype) for key, value in owner.items() if value is not None}
+        )
     with np.errstate(all="ignore"):
         example = np.asarray(function(module, np.zeros_like(x), **tensors))
     out, copy = emitter.new(example.shape, example.dtype), np.copyto

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -16,7 +17,6 @@ from rollwright.errors import NotNative
 __all__ = ["ModuleSnapshot", "check_globals", "is_special"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_KEPT = ("_parameters", "_buffers")
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
@@ -75,7 +75,7 @@ class ModuleSnapshot:
         special = _specialties(thing)
         parts = list(children.values())
         self._seen.append(
-            (thing, type(thing), list(vars(thing).values()), children, parts, _tensors(thing), special)
+            (thing, type(thing), list(vars(thing).values()), children, parts, _tensors(vars(thing)), special)
         )
 
     def read(self, getter: Callable[[], Any]) -> None:
@@ -95,21 +95,30 @@ class ModuleSnapshot:
         """
         check_globals()
         for thing, kind, fields, children, parts, tensors, special in self._seen:
+            now = vars(thing)
             if (
                 type(thing) is not kind
-                or not _same(list(vars(thing).values()), fields)
-                or not _same(list(children.values()), parts)
-                or _tensors(thing) != tensors
+                or len(now) != len(fields)
+                or not all(map(is_, now.values(), fields))
+                or len(children) != len(parts)
+                or not all(map(is_, children.values(), parts))
+                or _tensors(now) != tensors
                 or _specialties(thing) != special
             ):
                 raise NotNative(f"the policy has changed ({kind.__name__})")
-        for getter, value in self._read:
-            if not _same(_with_items(getter()), value):
+        for getter, before in self._read:
+            values = _with_items(getter())
+            if len(values) != len(before) or not all(map(is_, values, before)):
                 raise NotNative("the policy has changed (what its code reads)")
 
 
-def _same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(map(is_, now, before))
+_is_none = partial(is_, None)
+
+
+def _tensors(fields: dict[str, Any]) -> list[Any]:
+    """Names of parameters and buffers, and whether there is one."""
+    parameters, buffers = fields.get("_parameters", {}), fields.get("_buffers", {})
+    return [*parameters, *map(_is_none, parameters.values()), *buffers, *map(_is_none, buffers.values())]
 
 
 def _with_items(value: Any) -> list[Any]:
@@ -118,12 +127,6 @@ def _with_items(value: Any) -> list[Any]:
         return [value]
     items = [*value, *value.values()] if isinstance(value, dict) else value
     return [value, *(each for item in items for each in _with_items(item))]
-
-
-def _tensors(thing: Any) -> list[Any]:
-    """Names of parameters and buffers, and whether there is one."""
-    fields = vars(thing)
-    return [(name, each is None) for kept in _KEPT for name, each in (fields.get(kept) or {}).items()]
 
 
 def _specialties(thing: Any) -> list[Any]:

@@ -1,1 +1,3 @@
 """Modules taken apart: their ``forward`` as the calls on tensors that it makes."""
+
+__all__: list[str] = []

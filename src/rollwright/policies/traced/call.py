@@ -179,9 +179,10 @@ class FunctionCall(Node):
             values[slot] = value
         try:
             node.step()(values)
+            same = all(same_bits(values[slot], value) for slot, value in zip(self.writes, results, strict=True))
         except Exception as error:
             raise NotNative(f"its calls cannot be repeated: {error}") from error
-        if not all(same_bits(values[slot], value) for slot, value in zip(self.writes, results, strict=True)):
+        if not same:
             raise NotNative("its calls, repeated, gave other bits")
 
 

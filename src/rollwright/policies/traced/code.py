@@ -28,10 +28,21 @@ _STORES = {
     "STORE_ATTR": "sets {!r}",
     "STORE_GLOBAL": "sets {!r}",
 }
-_HARMLESS = set(
-    "abs all any bool dict divmod enumerate filter float frozenset getattr hasattr int isinstance issubclass len list "
-    "map max min next pow range reversed round set slice sorted str sum super tuple type zip".split()
-)
+_HARMLESS = {
+    "abs",
+    "all",
+    "any",
+    "divmod",
+    "getattr",
+    "hasattr",
+    "isinstance",
+    "issubclass",
+    "len",
+    "max",
+    "min",
+    "next",
+}
+_HARMLESS |= {"pow", "round", "sorted", "sum"}  # of the builtins, beside the classes
 
 
 def inspect(target: Any, watch: ModuleSnapshot) -> list[nn.Module]:
@@ -61,7 +72,7 @@ class _Inspection:
 
     def value(self, value: Any, name: str) -> None:
         """Test what the code reads."""
-        if value is None or isinstance(value, _CONSTANTS) or isinstance(value, Tensor):
+        if value is None or isinstance(value, (*_CONSTANTS, Tensor)):
             return  # a tensor that is no parameter is found out when it is used
         if isinstance(value, list | tuple | set | frozenset | dict):
             for each in value.values() if isinstance(value, dict) else value:
@@ -143,7 +154,7 @@ class _Inspection:
         if name in found:
             self._watch.read(partial(found.get, name))
             self.value(found[name], name)
-        elif name not in _HARMLESS and not _is_error(getattr(builtins, name, None)):
+        elif name not in _HARMLESS and not isinstance(getattr(builtins, name, None), type):
             raise NotNative(f"its code uses {name!r}")
 
 
@@ -170,10 +181,6 @@ def _own_classes(module: nn.Module) -> Iterator[type]:
     return (kind for kind in type(module).__mro__ if kind is not object and not _trusted(kind.__module__))
 
 
-def _is_error(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, BaseException)
-
-
 def _is_harmless(value: Any) -> bool:
     """Whether a callable, a class or a module is known to change nothing."""
     if isinstance(value, ModuleType):
@@ -181,5 +188,4 @@ def _is_harmless(value: Any) -> bool:
     if isinstance(value, type):
         return _trusted(value.__module__) or issubclass(value, BaseException | nn.Module | Enum | tuple | int | float)
     owner: Callable[..., Any] | Any = getattr(value, "__objclass__", value)
-    known = _trusted(getattr(owner, "__module__", None)) or getattr(owner, "__module__", "") is None
-    return isinstance(value, _DESCRIPTORS) and (known or getattr(value, "__name__", "") in _HARMLESS)
+    return isinstance(value, _DESCRIPTORS) and _trusted(getattr(owner, "__module__", None))

@@ -177,9 +177,7 @@ def _elu(emitter: Emitter, op: Op, x: Array, alpha: float = 1, inplace: bool = F
     return out
 
 
-def _leaky(
-    emitter: Emitter, op: Op, x: Array, negative_slope: float = 0.01, inplace: bool = False
-) -> Array | None:
+def _leaky(emitter: Emitter, op: Op, x: Array, negative_slope: float = 0.01, inplace: bool = False) -> Array | None:
     if inplace or not 0 <= negative_slope <= 1 or not _real(x):
         return None
     out = emitter.to(np.multiply, x, negative_slope, like=x)

@@ -14,10 +14,29 @@ from torch.overrides import TorchFunctionMode
 from rollwright.errors import NotNative
 from rollwright.policies.traced.ops import Op, Ref, Slot, Weight, form_of, mapped, name_of
 
-_ABOUT = set(
-    "dim dim_order element_size get_device is_complex is_conj is_contiguous is_floating_point is_neg is_same_size "
-    "is_signed is_tensor len ndimension nelement numel size storage_offset stride _set_grad_enabled".split()
-)
+_ABOUT = {
+    "dim",
+    "dim_order",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_conj",
+    "is_contiguous",
+    "is_floating_point",
+}
+_ABOUT |= {
+    "is_neg",
+    "is_same_size",
+    "is_signed",
+    "is_tensor",
+    "len",
+    "ndimension",
+    "nelement",
+    "numel",
+    "size",
+    "stride",
+}
+_ABOUT |= {"storage_offset", "_set_grad_enabled"}
 _DETACHED = ("data", "grad")
 _SIZED_BY_VALUES = {"argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"}
 
