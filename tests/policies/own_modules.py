@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -118,7 +119,7 @@ class Named(nn.Module):
         self.register_buffer("low", torch.tensor([-1.0, -2.0]))
 
     def bounded(self, x: Tensor) -> Tensor:
-        return torch.maximum(x, self.low)
+        return torch.maximum(x, self.low) * float(np.sqrt(4))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         h = functional.elu(self.trunk(x))
@@ -271,6 +272,11 @@ class PythonsRandom(Shaped):
         return self.layer(x) if random.random() < 2 else x
 
 
+class NumpysRandom(Shaped):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + float(np.random.rand())
+
+
 class Global(Shaped):
     def forward(self, x: Tensor) -> Tensor:
         CALLED.append(1)
@@ -350,6 +356,7 @@ OWN: dict[str, Case] = {
     "hooks": Case(hooked, why="it has hooks (Linear)"),
     "random numbers": Case(Random, why="it draws random numbers"),
     "random numbers of Python": Case(PythonsRandom, why="its code uses 'random'"),
+    "random numbers of NumPy": Case(NumpysRandom, why="its code uses 'random'"),
     "a global": Case(Global, why="what its code reads"),
     "an object": Case(Logs, why="its code uses 'logger', a Logger"),
     "a mask": Case(Masks, why="getitem"),

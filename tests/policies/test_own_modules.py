@@ -49,10 +49,11 @@ def called(case, module, given):
 
 def assert_same_steps(case, flat, module, batch, first=0):
     """Steps of both, with equal inputs and random numbers: equal bits, buffers and random numbers after them."""
-    state = torch.get_rng_state()
+    state, of_numpy = torch.get_rng_state(), np.random.get_state()
     expected = [called(case, module, entries(case, batch, first + i)) for i in range(STEPS)]
     after = torch.get_rng_state()
     torch.set_rng_state(state)
+    np.random.set_state(of_numpy)
     flat.start(STEPS)
     for i, theirs in enumerate(expected):
         given = entries(case, batch, first + i)
@@ -154,6 +155,29 @@ def test_what_the_code_reads_is_watched(change, monkeypatch):
         flat(np.ones(4, np.float32))
     assert flat.how == "6 calls on tensors"
     CHANGES[change](module, monkeypatch)
+    with pytest.raises(NotNative, match="the policy has changed"):
+        flat.start(1)
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_a_parameter_of_two_modules_is_taken_apart_again_when_they_part():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net[2].weight = net[0].weight
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, a):
+            return self.net(a)
+
+    module = Net()
+    flat = flat_of(TensorDictModule(module, ["a"], ["out"]), ["a"])
+    for _ in range(2):
+        flat.start(1)
+        flat(np.ones(4, np.float32))
+    net[0].weight = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(NotNative, match="the policy has changed"):
         flat.start(1)
 
@@ -289,6 +313,25 @@ def test_workers_take_modules_apart_themselves():
     paths = collector.stats()["paths"]
     collector.shutdown()
     assert "5 calls on tensors, and Counting called whole" in paths["policy"]
+
+
+class Counted(Actions):
+    def forward(self, observation):
+        self.last = super().forward(observation)
+        return self.last
+
+
+@pytest.mark.parametrize("compiled", [False, {"backend": "eager"}], ids=["as it is", "compiled"])
+@pytest.mark.usefixtures("no_grad")
+def test_a_bare_module_that_is_called_whole_says_why(compiled):
+    collector = Collector(
+        lambda: GymEnv("Pendulum-v1"), Counted(), frames_per_batch=8, total_frames=16, compile_policy=compiled
+    )
+    for _ in collector:
+        pass
+    how = collector.stats()["paths"]["policy"]
+    collector.shutdown()
+    assert how.removesuffix(".").endswith("Counted called on tensors (its code sets 'last')") or compiled, how
 
 
 @pytest.mark.parametrize("compiled", [False, True])

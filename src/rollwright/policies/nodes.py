@@ -32,6 +32,7 @@ class Node(abc.ABC):
         in_torch: whether a NumPy program runs it on tensors.
         draws: whether it draws random numbers when it is run there.
         transient: whether no tensor that it makes outlives the step, so that it may run in torch's inference mode.
+        why: the reason why a module is called whole; empty: none is.
     """
 
     reads: tuple[int, ...]
@@ -42,6 +43,7 @@ class Node(abc.ABC):
     in_torch: ClassVar[bool] = False
     draws: ClassVar[bool] = False
     transient: ClassVar[bool] = False
+    why: ClassVar[str] = ""
 
     @abc.abstractmethod
     def step(self) -> Step:

@@ -66,7 +66,7 @@ class Program(WatchedPolicy):
     def _arrange(self, steps: list[Step]) -> None:
         """Take over what follows from the nodes, with the steps that they are run by."""
         self._steps = steps
-        whole = [f"{node.label} called whole ({node.why})" for node in self.nodes if getattr(node, "why", "")]
+        whole = [f"{node.label} called whole ({node.why})" for node in self.nodes if node.why]
         built = [
             f"{node.label}, built at each step (register_distribution takes functions in its place)"
             for node in self.nodes

@@ -104,4 +104,9 @@ class CompiledModule(CalledModule):
     def __init__(self, policy: CalledModule, arguments: Mapping[str, Any]) -> None:
         super().__init__(policy.policy, policy.batch_shape, policy.in_keys)
         self.call = torch.compile(self.call, **arguments)
-        self.how = "torch.compile of " + self.how
+        self._tried = True  # it is not taken apart
+
+    @property
+    def how(self) -> str:  # type: ignore[override]
+        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        return "torch.compile of " + super().how

@@ -55,12 +55,13 @@ class CalledModule(WatchedPolicy):
         self.finite_keys: list[NestedKey] = []
         self._count = 0  # of outputs, once a call has shown them
         self.program: Program | None = None
-        self._tried = policy.form is not None
+        self._tried, self._why = policy.form is not None, ""
 
     @property
     def how(self) -> str:  # type: ignore[override]
         """See :class:`~rollwright.policies.ArrayPolicy`."""
-        return f"{type(self.policy.module).__name__} called on tensors" if self.program is None else self.program.how
+        whole = f"{type(self.policy.module).__name__} called on tensors"
+        return whole + (f" ({self._why})" if self._why else "") if self.program is None else self.program.how
 
     @property
     def varies(self) -> bool:  # type: ignore[override]
@@ -118,6 +119,7 @@ class CalledModule(WatchedPolicy):
         module = TensorDictModule(policy.module, in_keys=in_keys, out_keys=policy.out_keys)
         program = Program(module, InteractionType.DETERMINISTIC, tuple(self.batch_shape), keys)
         values = [value.detach().clone() for value in program.tensors(*inputs)]
+        self._why = "; ".join(node.why for node in program.nodes if node.why)
         if not program.varies:
             self.program = program
         return values

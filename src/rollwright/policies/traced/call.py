@@ -14,7 +14,7 @@ from rollwright.policies.layers import is_torchs
 from rollwright.policies.nodes import Node, Outputs, Step, Values, generator_state, same_bits
 from rollwright.policies.traced.code import inspect
 from rollwright.policies.traced.node import Traced
-from rollwright.policies.traced.ops import form_of
+from rollwright.policies.traced.ops import Weight, form_of
 from rollwright.policies.traced.recorder import Recorder, weights_of
 from rollwright.policies.watch import ModuleSnapshot
 
@@ -75,7 +75,7 @@ class FunctionCall(Node):
         return self.known
 
     @property
-    def why(self) -> str:
+    def why(self) -> str:  # type: ignore[override]
         """Why it is called as it is, where the user may wonder."""
         return "" if self.known else self.found.why
 
@@ -114,13 +114,14 @@ class FunctionCall(Node):
         """The call itself, and a first try of what may run in its place."""
 
         def run(values: Values) -> None:
+            given, watch = [values[slot] for slot in self.reads], ModuleSnapshot()
             try:
-                results = self._recorded([values[slot] for slot in self.reads])
+                weights = self._inspected(given, watch)
             except NotNative as error:
                 self.found.why = str(error)
                 self.step()(values)
                 return
-            for slot, value in zip(self.writes, results, strict=True):
+            for slot, value in zip(self.writes, self._recorded(given, weights, watch), strict=True):
                 values[slot] = value
 
         return run
@@ -134,21 +135,24 @@ class FunctionCall(Node):
     def _spread(self, result: Any) -> Sequence[Any]:
         return (result,) if self.outputs is None else self.outputs(result)
 
-    def _recorded(self, given: Sequence[Any]) -> Sequence[Any]:
-        """The results of the call, which is recorded.
+    def _inspected(self, given: Sequence[Any], watch: ModuleSnapshot) -> dict[int, Weight]:
+        """The parameters and buffers of what is called, by the ids of their tensors.
 
         Raises:
-            NotNative: the call was not made, because more than tensors would come of it.
+            NotNative: more than tensors would come of the call.
         """
         if not given or not all(isinstance(value, Tensor) for value in given):
             raise NotNative("it reads no tensors")
-        watch = ModuleSnapshot()
         modules = inspect(self.module if self.method is None else getattr(self.module, self.method), watch)
         inspect(dict(self.constants), watch)
-        weights = weights_of(modules)
-        kept = [weight() for weight in weights.values()]
-        if any(tensor.is_inference() or isinstance(tensor, nn.UninitializedParameter) for tensor in kept):
+        weights = weights_of(modules, watch)
+        if any(each().is_inference() or isinstance(each(), nn.UninitializedParameter) for each in weights.values()):
             raise NotNative("its parameters are not to be read yet")
+        return weights
+
+    def _recorded(self, given: Sequence[Tensor], weights: dict[int, Weight], watch: ModuleSnapshot) -> Sequence[Any]:
+        """The results of the call, which is recorded."""
+        kept = [weight() for weight in weights.values()]
         copies = [value.clone() for value in given]
         versions, state = _versions([*kept, *given]), generator_state(given[0])
         with Recorder(zip(self.reads, given, strict=True), weights, self.new_slot) as recorder:

@@ -10,15 +10,16 @@ from functools import partial
 from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rollwright.errors import NotNative
 from rollwright.policies.watch import ModuleSnapshot, is_special
 
-_TRUSTED = ("torch", "tensordict", "math", "operator", "_operator")
+_TRUSTED = ("torch", "tensordict", "math", "operator", "_operator", "numpy")
 _CONSTANTS = (int, float, complex, str, bytes, Enum, EllipsisType, torch.dtype, torch.device, torch.Size, torch.layout)
-_DESCRIPTORS = (BuiltinFunctionType, type(str.join), type(object.__init__), type(torch.tanh))
+_DESCRIPTORS = (np.ufunc, BuiltinFunctionType, type(str.join), type(object.__init__), type(torch.tanh))
 _STORES = {
     "DELETE_ATTR": "deletes {!r}",
     "DELETE_GLOBAL": "deletes {!r}",
@@ -139,6 +140,8 @@ class _Inspection:
                 raise NotNative(f"its code sets {line.argval!r}")
             if line.opname == "LOAD_GLOBAL":
                 self._global(function.__globals__, line.argval)
+            elif line.argval == "random":
+                raise NotNative("its code uses 'random'")  # of NumPy, most likely
         for name, cell in cells.items():
             if name != "__class__":
                 self._watch.read(partial(getattr, cell, "cell_contents"))

@@ -13,7 +13,9 @@ from rollwright.errors import NotNative
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.traced.ops import Op, Ref, Slot, Weight, mapped
 
-_MOST_IN_TORCH = 2**12  #: numbers that a function makes which a NumPy program calls on tensors
+_MOST_IN_TORCH = 2**12  #: numbers that a costly function makes which a NumPy program calls on tensors
+_COSTLY: tuple[str, ...] = ("adaptive_", "avg_", "batch_norm", "bmm", "conv", "einsum", "group_norm", "interpolate")
+_COSTLY += ("gru", "lstm", "matmul", "max_pool", "multi_head", "scaled_dot")
 _Emit = Callable[..., Array | None]  # None: with such arguments, torch is called
 
 
@@ -28,7 +30,7 @@ def emit_op(emitter: Emitter, op: Op, find: Callable[[Ref], Array]) -> Sequence[
         find: gives the memory of a tensor.
 
     Raises:
-        NotNative: it is not known in NumPy, and too large to call torch.
+        NotNative: it is not known in NumPy, and too costly to call torch.
     """
     arrays = [find(ref) for ref in op.refs()]
     fixed = all(emitter.is_fixed(array) for array in arrays)
@@ -58,8 +60,8 @@ def _emitted(emitter: Emitter, op: Op, find: Callable[[Ref], Array]) -> Sequence
 
 
 def _in_torch(emitter: Emitter, op: Op, find: Callable[[Ref], Array]) -> Sequence[Array]:
-    """The function on tensors that share memory with the arrays, where little is computed."""
-    if sum(shape.numel() for shape, _ in op.forms) > _MOST_IN_TORCH:
+    """The function on tensors that share memory with the arrays, unless ``torch.compile`` is better at it."""
+    if op.name.startswith(_COSTLY) and sum(shape.numel() for shape, _ in op.forms) > _MOST_IN_TORCH:
         raise NotNative(f"{op.name} is not known in NumPy")
     args, options = (
         mapped(each, (Slot, Weight), lambda ref: torch.from_numpy(find(ref))) for each in (op.args, dict(op.options))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,29 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from rollwright.errors import NotNative
 from rollwright.policies.traced.ops import Op, Ref, Slot, Weight, form_of, mapped, name_of
+from rollwright.policies.watch import ModuleSnapshot
 
-_ABOUT = {
-    "dim",
-    "dim_order",
-    "element_size",
-    "get_device",
-    "is_complex",
-    "is_conj",
-    "is_contiguous",
-    "is_floating_point",
-}
-_ABOUT |= {
-    "is_neg",
-    "is_same_size",
-    "is_signed",
-    "is_tensor",
-    "len",
-    "ndimension",
-    "nelement",
-    "numel",
-    "size",
-    "stride",
-}
+_ABOUT = {"dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_neg"}
+_ABOUT |= {"is_same_size", "is_signed", "is_tensor", "len", "ndimension", "nelement", "numel", "size", "stride"}
 _ABOUT |= {"storage_offset", "_set_grad_enabled"}
 _DETACHED = ("data", "grad")
 _SIZED_BY_VALUES = {"argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"}
@@ -100,10 +82,12 @@ class Recorder(TorchFunctionMode):
         masked = name == "getitem" and any(_is_mask(each) for each in args[1:])
         if name in _DETACHED or name in _SIZED_BY_VALUES or masked or "out" in options:
             raise NotNative(f"it uses {name} in a way that is not repeated")
-        given = mapped((args, dict(options)), Tensor, self.ref)
+        own_args, own_options = mapped((args, dict(options)), Tensor, self.ref)
         roots = tuple(self._roots.get(each.untyped_storage()._cdata) for each in tensors)
         slots = tuple(self._new_slot() for _ in tensors)
-        self.ops.append(_simplified(Op(function, *given, slots, several, tuple(map(form_of, tensors)), roots)))
+        self.ops.append(
+            _simplified(Op(function, own_args, own_options, slots, several, tuple(map(form_of, tensors)), roots))
+        )
         for slot, tensor in zip(slots, tensors, strict=True):
             self._note(tensor, Slot(slot))
 
@@ -129,11 +113,24 @@ def _is_mask(index: Any) -> bool:
     return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in parts)
 
 
-def weights_of(modules: Iterable[nn.Module]) -> dict[int, Weight]:
-    """Where the tensors of modules are kept, by their ids: parameters, buffers, and attributes."""
+def weights_of(modules: Iterable[nn.Module], watch: ModuleSnapshot) -> dict[int, Weight]:
+    """Where the tensors of modules are kept, by their ids: parameters, buffers, and attributes.
+
+    Args:
+        modules: the modules.
+        watch: is given that a tensor which two of them keep is one.
+    """
     found: dict[int, Weight] = {}
     for module in modules:
         fields = vars(module)
         for owner in (fields, fields["_buffers"], fields["_parameters"]):
-            found.update({id(value): Weight(owner, name) for name, value in owner.items() if isinstance(value, Tensor)})
+            for name in [name for name, value in owner.items() if isinstance(value, Tensor)]:
+                weight = Weight(owner, name)
+                first = found.setdefault(id(weight()), weight)
+                if first is not weight:
+                    watch.read(partial(_are_one, first, weight))
     return found
+
+
+def _are_one(one: Weight, other: Weight) -> bool:
+    return one.owner.get(one.name) is other.owner.get(other.name)
