@@ -24,7 +24,6 @@ class Emitter:
 
     Attributes:
         calls: take no arguments, and write into memory that stays the same.
-        parameters: where parameters are, as dictionaries and names.
         noises: what the distributions draw, in order.
         noise: gives the next row of these random numbers.
         draws_in_torch: whether a step on tensors draws random numbers when it is run.
@@ -33,7 +32,6 @@ class Emitter:
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], Any]] = []
-        self.parameters: list[tuple[Mapping[str, torch.Tensor | None], str]] = []
         self.noises: list[Noise] = []
         self.noise: Iterator[Array] = iter(())
         self.refreshes: list[Callable[[], Any]] = []
@@ -87,7 +85,6 @@ class Emitter:
         if (id(owner), name) in self._of_parameters:
             return self._of_parameters[id(owner), name]
         tensor = owner.get(name)
-        self.parameters.append((owner, name))
         if tensor is None:
             return None
         try:
@@ -156,11 +153,6 @@ class Emitter:
         for refresh in self.refreshes:
             refresh()
         return all(bool(np.isfinite(own).all()) for own in self._own)
-
-    def forms(self) -> list[Any]:
-        """Shapes and dtypes of the parameters; as long as they are the same, so is the program."""
-        tensors = [owner.get(name) for owner, name in self.parameters]
-        return [tensor if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
 
     def log_sum(self, x: Array) -> Array:
         """``log(sum(exp(x)))`` over the last dimension, which is kept."""

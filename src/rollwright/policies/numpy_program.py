@@ -61,13 +61,10 @@ class NumpyProgram(ArrayPolicy):
             raise NotNative("distributions that are drawn at once and step by step would change their order")
         self._emitter, self._calls = emitter, emitter.calls
         self._outputs = [values[slot] for slot in self._program.out_slots]
-        self._bound = emitter.forms()
 
     def start(self, steps: int) -> None:
         """Draw the random numbers of ``steps`` steps; see :class:`~rollwright.policies.ArrayPolicy`."""
         self._program.start(steps)
-        if self._emitter.forms() != self._bound:
-            self._emit()
         self._finite = self._emitter.refresh()
         if self._emitter.noises:
             self._emitter.noise = noise_stream(self._emitter.noises, steps, _rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,8 +19,7 @@ from rollwright.modules.random_policy import missing_batch
 from rollwright.policies.base import TensorPolicy, WatchedPolicy, array_of
 from rollwright.policies.draws import Built
 from rollwright.policies.nodes import Ask, Own, Step, Values
-from rollwright.policies.traced.node import Traced, settled
-from rollwright.policies.traced.ops import Form, form_of
+from rollwright.policies.traced.node import Traced
 from rollwright.policies.walk import Walk
 
 __all__ = ["Program", "RandomActions"]
@@ -59,8 +58,6 @@ class Program(WatchedPolicy):
         self.out_slots = list(walk.written.values())
         self.blank: Values = [None] * walk.size
         self._settled = False
-        self._weights: list[tuple[Mapping[str, Any], str]] = []
-        self._forms: list[Form] = []
         self._arrange([node.checked_step() for node in self.nodes])
 
     def _arrange(self, steps: list[Step]) -> None:
@@ -83,12 +80,6 @@ class Program(WatchedPolicy):
         transient = all(node.transient for node in self.nodes)
         self._mode: AbstractContextManager[Any] = torch.inference_mode() if transient else nullcontext()
 
-    def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.ArrayPolicy`."""
-        super().start(steps)
-        if [(owner[name].shape, owner[name].dtype) for owner, name in self._weights] != self._forms:
-            raise NotNative("the policy has changed (shapes or dtypes of its parameters)")
-
     def settle(self, *inputs: Tensor) -> None:
         """Take a first step, if there was none, in which modules are taken apart."""
         if not self._settled:
@@ -102,11 +93,9 @@ class Program(WatchedPolicy):
             self._check_shapes(outputs)
             if not self._settled:
                 self._settled = True
-                self.nodes = settled(self.nodes, self.out_slots)
-                traced = [node for node in self.nodes if isinstance(node, Traced)]
-                weights = {(id(each.owner), each.name): each for node in traced for each in node.weights}.values()
-                self._weights = [(each.owner, each.name) for each in weights]
-                self._forms = [form_of(each()) for each in weights]
+                nodes = [node.settled() for node in self.nodes]
+                fresh = {slot for node in nodes if isinstance(node, Traced) for slot in node.fresh}
+                self.nodes = [node for node in nodes if not (isinstance(node, Own) and node.writes[0] in fresh)]
                 self._arrange([node.step() for node in self.nodes])
         return outputs
 

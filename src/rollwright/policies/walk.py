@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from types import MappingProxyType
 from typing import Any
 
@@ -70,7 +69,6 @@ class Walk:
         written: entries written, with the slots of their last values.
         checked: entries that turn NaN where the parameters of a distribution do.
         size: the number of slots.
-        slots: gives further ones.
         kept: entries that it reads as it wrote them in the step before, with their values in a first one.
         watch: what was read of the policy's modules.
     """
@@ -87,8 +85,7 @@ class Walk:
         self._type = exploration_type
         self._batch = tuple(batch_shape)
         self._available = {unravel(key) for key in available}
-        self.slots = count()
-        self._fresh: dict[int, bool] = {}
+        self._fresh: list[bool] = []
         self._tested: list[tuple[NestedKey, int | None]] = []  # what is NaN where a distribution's parameters are
         self._positive: set[int] = set()  # slots of scales that cannot be zero or less
 
@@ -115,9 +112,8 @@ class Walk:
     # Slots ------------------------------------------------------------------------------------
 
     def _slot(self, fresh: bool) -> int:
-        slot = next(self.slots)
-        self._fresh[slot] = fresh
-        return slot
+        self._fresh.append(fresh)
+        return len(self._fresh) - 1
 
     def _read(self, keys: Iterable[NestedKey]) -> tuple[int, ...]:
         return tuple(self._read_one(unravel(key)) for key in keys)
@@ -272,10 +268,7 @@ class Walk:
         if layer is not None and len(reads) == len(writes) == 1 and not names and not constants:
             self.nodes.append(LayerCall(reads, writes, module, layer))
         else:
-            watch, slots = self.watch, self.slots
-            self.nodes.append(
-                FunctionCall(reads, writes, module, method, names, constants, outputs, watch, slots.__next__)
-            )
+            self.nodes.append(FunctionCall(reads, writes, module, method, names, constants, outputs, self.watch))
         if layer is not None or is_torchs(module):
             for part in module.modules():
                 self.watch.add(part)

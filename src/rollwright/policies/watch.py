@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from operator import is_
 from typing import Any
 
@@ -61,8 +60,9 @@ def check_globals() -> None:
 class ModuleSnapshot:
     """The objects that a policy on arrays was made of, as they were.
 
-    A change is an attribute that holds another object, a child or a hook that came or went, or another value of what
-    the code reads. New values of parameters and buffers are none: they are read at each call.
+    A change is an attribute that holds another object, a child or a hook that came or went, another value of what the
+    code reads, another shape or dtype of a parameter or buffer. New values of these are none: they are read at each
+    call.
     """
 
     def __init__(self) -> None:
@@ -112,13 +112,10 @@ class ModuleSnapshot:
                 raise NotNative("the policy has changed (what its code reads)")
 
 
-_is_none = partial(is_, None)
-
-
 def _tensors(fields: dict[str, Any]) -> list[Any]:
-    """Names of parameters and buffers, and whether there is one."""
-    parameters, buffers = fields.get("_parameters", {}), fields.get("_buffers", {})
-    return [*parameters, *map(_is_none, parameters.values()), *buffers, *map(_is_none, buffers.values())]
+    """Names, shapes and dtypes of parameters and buffers."""
+    items = [*fields.get("_parameters", {}).items(), *fields.get("_buffers", {}).items()]
+    return [(name, each if each is None else (each.shape, each.dtype)) for name, each in items]
 
 
 def _with_items(value: Any) -> list[Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,7 +46,6 @@ class FunctionCall(Node):
         constants: further keyword arguments.
         outputs: turns the result into one tensor per slot; None: the result is the value of the slot.
         watch: is given what was read of the modules.
-        new_slot: gives a slot that nothing else has.
         found: what the first step showed.
     """
 
@@ -56,7 +55,6 @@ class FunctionCall(Node):
     constants: Mapping[str, Any]
     outputs: Outputs | None
     watch: ModuleSnapshot
-    new_slot: Callable[[], int]
     found: Found = field(default_factory=Found)
 
     @property
@@ -79,69 +77,59 @@ class FunctionCall(Node):
         """Why it is called as it is, where the user may wonder."""
         return "" if self.known else self.found.why
 
-    @property
-    def _function(self) -> Callable[..., Any]:
-        """What to call; a method is looked up at each call, as ``TensorDictModule`` does."""
-        module, method = self.module, self.method
-        if method is not None:
-            return lambda *arguments, **options: getattr(module, method)(*arguments, **options)
-        function: Callable[..., Any] = module.forward if self.known else module
-        return function
-
     def settled(self) -> Node:
         """See :meth:`Node.settled`."""
         return self.found.node or self
 
     def step(self) -> Step:
         """Collect the arguments, call, spread the results."""
-        call, reads, writes, spread = self._call(), self.reads, self.writes, self._spread
-        if len(reads) == 1 == len(writes) and self.outputs is None and not self.names and not self.constants:
-            (source,), (target,), function = reads, writes, self._function
-
-            def run_one(values: Values) -> None:
-                values[target] = function(values[source])
-
-            return run_one
+        names, constants, reads, writes, outputs = self.names, self.constants, self.reads, self.writes, self.outputs
+        function: Any = self.module.forward if self.known else self.module
+        module, method = self.module, self.method
 
         def run(values: Values) -> None:
-            results = spread(call([values[slot] for slot in reads]))
-            for slot, value in zip(writes, results, strict=True):
+            given = [values[slot] for slot in reads]
+            call = function if method is None else getattr(module, method)  # as TensorDictModule looks it up
+            result = call(**dict(zip(names, given, strict=True)), **constants) if names else call(*given, **constants)
+            for slot, value in zip(writes, (result,) if outputs is None else outputs(result), strict=True):
                 values[slot] = value
 
         return run
 
     def checked_step(self) -> Step:
         """The call itself, and a first try of what may run in its place."""
+        step = self.step()
 
         def run(values: Values) -> None:
-            given, watch = [values[slot] for slot in self.reads], ModuleSnapshot()
+            given, watch = {slot: values[slot] for slot in self.reads}, ModuleSnapshot()
             try:
                 weights = self._inspected(given, watch)
             except NotNative as error:
                 self.found.why = str(error)
-                self.step()(values)
+                step(values)
                 return
-            for slot, value in zip(self.writes, self._recorded(given, weights, watch), strict=True):
-                values[slot] = value
+            copies: Values = [each.clone() if i in given else None for i, each in enumerate(values)]
+            kept = [*given.values(), *(weight() for weight in weights.values())]
+            before = [[each._version for each in kept if not each.is_inference()], generator_state(kept[0])]
+            with Recorder(given, weights) as recorder:
+                step(values)
+            after = [[each._version for each in kept if not each.is_inference()], generator_state(kept[0])]
+            try:
+                self.found.node = self._repeated(recorder, copies, values, before, after)
+                watch.check()
+                self.watch.update(watch)
+            except NotNative as error:
+                self.found.node, self.found.why = None, str(error)
 
         return run
 
-    def _call(self) -> Callable[[Sequence[Any]], Any]:
-        function, names, constants = self._function, self.names, self.constants
-        if names:
-            return lambda arguments: function(**dict(zip(names, arguments, strict=True)), **constants)
-        return lambda arguments: function(*arguments, **constants)
-
-    def _spread(self, result: Any) -> Sequence[Any]:
-        return (result,) if self.outputs is None else self.outputs(result)
-
-    def _inspected(self, given: Sequence[Any], watch: ModuleSnapshot) -> dict[int, Weight]:
+    def _inspected(self, given: Mapping[int, Any], watch: ModuleSnapshot) -> dict[int, Weight]:
         """The parameters and buffers of what is called, by the ids of their tensors.
 
         Raises:
             NotNative: more than tensors would come of the call.
         """
-        if not given or not all(isinstance(value, Tensor) for value in given):
+        if not given or not all(isinstance(value, Tensor) for value in given.values()):
             raise NotNative("it reads no tensors")
         modules = inspect(self.module if self.method is None else getattr(self.module, self.method), watch)
         inspect(dict(self.constants), watch)
@@ -150,46 +138,31 @@ class FunctionCall(Node):
             raise NotNative("its parameters are not to be read yet")
         return weights
 
-    def _recorded(self, given: Sequence[Tensor], weights: dict[int, Weight], watch: ModuleSnapshot) -> Sequence[Any]:
-        """The results of the call, which is recorded."""
-        kept = [weight() for weight in weights.values()]
-        copies = [value.clone() for value in given]
-        versions, state = _versions([*kept, *given]), generator_state(given[0])
-        with Recorder(zip(self.reads, given, strict=True), weights, self.new_slot) as recorder:
-            result = self._call()(given)
-        results = self._spread(result)
-        try:
-            if recorder.why:
-                raise NotNative(recorder.why)
-            if not torch.equal(generator_state(given[0]), state):
-                raise NotNative("it draws random numbers")
-            if _versions([*kept, *given]) != versions:
-                raise NotNative("it changes a parameter, a buffer or an entry in place")
-            watch.check()
-            refs, forms = tuple(map(recorder.ref, results)), tuple(map(form_of, given))
-            node = Traced(self.reads, self.writes, tuple(recorder.ops), refs, forms, (replace(self, found=Found()),))
-            self._compare(node, copies, results)
-        except NotNative as error:
-            self.found.why = str(error)
-        else:
-            self.found.node = node
-            self.watch.update(watch)
-        return results
+    def _repeated(
+        self, recorder: Recorder, copies: Values, values: Values, before: Sequence[Any], after: Sequence[Any]
+    ) -> Traced:
+        """What was recorded, compared with the call.
 
-    def _compare(self, node: Traced, copies: Sequence[Tensor], results: Sequence[Any]) -> None:
-        size = 1 + max(*self.reads, *self.writes)
-        values: Values = [None] * size
-        for slot, value in zip(self.reads, copies, strict=True):
-            values[slot] = value
+        Raises:
+            NotNative: it cannot be repeated, or gives other bits.
+        """
+        if recorder.why:
+            raise NotNative(recorder.why)
+        if not torch.equal(before[1], after[1]):
+            raise NotNative("it draws random numbers")
+        if before[0] != after[0]:
+            raise NotNative("it changes a parameter, a buffer or an entry in place")
+        refs = tuple(recorder.ref(values[slot]) for slot in self.writes)
+        forms = tuple(form_of(copies[slot]) for slot in self.reads)
+        plain = FunctionCall(
+            self.reads, self.writes, self.module, self.method, self.names, self.constants, self.outputs, self.watch
+        )
+        node = Traced(self.reads, self.writes, tuple(recorder.ops), refs, forms, plain)
         try:
-            node.step()(values)
-            same = all(same_bits(values[slot], value) for slot, value in zip(self.writes, results, strict=True))
+            node.step()(copies)
+            same = all(same_bits(copies[slot], values[slot]) for slot in self.writes)
         except Exception as error:
             raise NotNative(f"its calls cannot be repeated: {error}") from error
         if not same:
             raise NotNative("its calls, repeated, gave other bits")
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each tensor was changed in place."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        return node

@@ -14,7 +14,7 @@ Form = tuple[torch.Size, torch.dtype]
 
 @dataclass(frozen=True)
 class Slot:
-    """A value of this step."""
+    """A value of this step: one that is read, or the result of a call."""
 
     number: int
 

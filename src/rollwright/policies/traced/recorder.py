@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,26 +28,23 @@ class Recorder(TorchFunctionMode):
     """Runs nothing by itself: the functions of torch that are called in its context go on, and are noted.
 
     Args:
-        inputs: slots of tensors.
+        inputs: tensors by slot.
         weights: parameters and buffers, by the ids of their tensors.
-        new_slot: gives a slot that nothing else has.
 
     Attributes:
         ops: the calls.
         why: what was called that cannot be repeated; empty: nothing.
     """
 
-    def __init__(
-        self, inputs: Iterable[tuple[int, Tensor]], weights: Mapping[int, Weight], new_slot: Callable[[], int]
-    ) -> None:
+    def __init__(self, inputs: Mapping[int, Tensor], weights: Mapping[int, Weight]) -> None:
         super().__init__()
         self.ops: list[Op] = []
         self.why = ""
-        self._new_slot, self._weights = new_slot, weights
+        self._slots, self._weights = count(max(inputs) + 1), weights
         self._alive: list[Tensor] = []  # so that no other tensor gets the id of one
         self._known: dict[int, Slot] = {}
         self._roots: dict[int, Ref] = {weight().untyped_storage()._cdata: weight for weight in weights.values()}
-        for slot, tensor in inputs:
+        for slot, tensor in inputs.items():
             self._note(tensor, Slot(slot))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +82,7 @@ class Recorder(TorchFunctionMode):
             raise NotNative(f"it uses {name} in a way that is not repeated")
         own_args, own_options = mapped((args, dict(options)), Tensor, self.ref)
         roots = tuple(self._roots.get(each.untyped_storage()._cdata) for each in tensors)
-        slots = tuple(self._new_slot() for _ in tensors)
+        slots = tuple(next(self._slots) for _ in tensors)
         self.ops.append(
             _simplified(Op(function, own_args, own_options, slots, several, tuple(map(form_of, tensors)), roots))
         )
