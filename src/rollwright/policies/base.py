@@ -15,8 +15,6 @@ from rollwright._keys import NestedKey
 from rollwright.errors import NotNative, PolicyError
 from rollwright.policies.watch import ModuleSnapshot
 
-__all__ = ["ArrayPolicy", "TensorPolicy", "WatchedPolicy", "array_of", "own_arrays"]
-
 
 class ArrayPolicy(abc.ABC):
     """A policy from arrays to arrays; the same bits and the same random numbers as the policy it was made of.
@@ -87,18 +85,6 @@ def array_of(value: Tensor) -> np.ndarray:
     """
     array: np.ndarray = (value.detach() if value.requires_grad else value).numpy()
     return array
-
-
-def own_arrays(values: Sequence[Tensor]) -> list[np.ndarray]:
-    """Tensors on the CPU as arrays in memory of their own.
-
-    Raises:
-        NotNative: NumPy does not have a dtype.
-    """
-    try:
-        return [array_of(value).copy() for value in values]
-    except TypeError as error:
-        raise NotNative(f"NumPy has no such output: {error}") from error
 
 
 class WatchedPolicy(TensorPolicy):

@@ -21,7 +21,7 @@ from rollwright.policies.calls import CalledModule
 from rollwright.policies.numpy_program import NumpyProgram
 from rollwright.policies.program import Program, RandomActions
 from rollwright.policies.staging import Staged
-from rollwright.policies.torch_program import CompiledModule, TorchProgram
+from rollwright.policies.torch_program import TorchProgram
 
 __all__ = ["compile_policy"]
 
@@ -60,11 +60,9 @@ def compile_policy(
     acting = set_interaction_type(inner.exploration_type) if isinstance(inner, Program) else nullcontext()
     with torch.no_grad(), acting, _same_random_numbers(), _same_buffers(getattr(inner, "policy", None)):
         why = ""
-        device = policy.device if isinstance(policy, Staged) else "cpu"
         if isinstance(inner, Program | CalledModule):
-            inner.settle(*[torch.from_numpy(array).to(device) for array in inputs])
-        if isinstance(inner, CalledModule) and inner.program is not None:
-            inner = inner.program
+            device = policy.device if isinstance(policy, Staged) else "cpu"
+            inner = inner.settle(*[torch.from_numpy(array).to(device) for array in inputs])
             policy = Staged(inner, policy.device) if isinstance(policy, Staged) else inner
         if not arguments and isinstance(policy, Program):
             try:
@@ -96,8 +94,6 @@ def _through_torch(policy: ArrayPolicy, inputs: list[np.ndarray], arguments: Map
 def _compiled_on(policy: Any, tensors: list[torch.Tensor], arguments: Mapping[str, Any]) -> TensorPolicy:
     if isinstance(policy, Program):
         return TorchProgram(policy, tensors, arguments)
-    if isinstance(policy, CalledModule):
-        return CompiledModule(policy, arguments)
     raise NotNative(f"{type(policy).__name__} cannot be compiled")
 
 

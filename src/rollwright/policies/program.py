@@ -80,10 +80,11 @@ class Program(WatchedPolicy):
         transient = all(node.transient for node in self.nodes)
         self._mode: AbstractContextManager[Any] = torch.inference_mode() if transient else nullcontext()
 
-    def settle(self, *inputs: Tensor) -> None:
-        """Take a first step, if there was none, in which modules are taken apart."""
+    def settle(self, *inputs: Tensor) -> Program:
+        """Itself, once it has taken a first step, in which modules are taken apart."""
         if not self._settled:
             self.tensors(*inputs)
+        return self
 
     def tensors(self, *inputs: Tensor) -> Sequence[Tensor]:
         """The steps, one after another."""

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from rollwright.policies.base import TensorPolicy
-from rollwright.policies.calls import CalledModule
 from rollwright.policies.nodes import Draw, Node, Step, Values
 from rollwright.policies.noise import Noise, noise_stream
 from rollwright.policies.program import Program
-
-__all__ = ["CompiledModule", "TorchProgram"]
 
 
 class TorchProgram(TensorPolicy):
@@ -91,22 +88,3 @@ def _function(
 def _up_to_unknown(nodes: Sequence[Node]) -> int:
     """How many nodes come before the first whose steps cannot be compiled."""
     return next((i for i, node in enumerate(nodes) if not node.compiles), len(nodes))
-
-
-class CompiledModule(CalledModule):
-    """A module called by the names of its arguments, through ``torch.compile``.
-
-    Args:
-        policy: the module, uncompiled.
-        arguments: of ``torch.compile``.
-    """
-
-    def __init__(self, policy: CalledModule, arguments: Mapping[str, Any]) -> None:
-        super().__init__(policy.policy, policy.batch_shape, policy.in_keys)
-        self.call = torch.compile(self.call, **arguments)
-        self._tried = True  # it is not taken apart
-
-    @property
-    def how(self) -> str:  # type: ignore[override]
-        """See :class:`~rollwright.policies.ArrayPolicy`."""
-        return "torch.compile of " + super().how
