@@ -98,10 +98,12 @@ class CalledModule(WatchedPolicy):
             )
         values = [as_tensor(value, self.batch_shape, type(policy.module).__name__) for value in outputs]
         self._check_shapes(values)
-        named: Any = self.in_keys if policy.by_position else dict(zip(policy.in_keys, self.in_keys, strict=True))
-        module = TensorDictModule(policy.module, named, policy.out_keys)
+        keys: Any = self.in_keys
         if policy.form is not None:
-            module = TensorDictModule(_formed(policy), self.in_keys, policy.out_keys)
+            module = TensorDictModule(_formed(policy), keys, policy.out_keys)
+        else:
+            named = keys if policy.by_position else dict(zip(policy.in_keys, keys, strict=True))
+            module = TensorDictModule(policy.module, named, policy.out_keys)
         self.program = Program(module, InteractionType.DETERMINISTIC, tuple(self.batch_shape), self.in_keys)
         return [value.detach().clone() for value in values]  # it may return memory that it uses again
 
