@@ -187,6 +187,18 @@ class Largest(nn.Module):
         return best.values, torch.topk(x, 2).indices
 
 
+class Bounds(nn.Module):
+    """Named tuples of torch, and parameters in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.rand(4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bounds = torch.stack([torch.stack(torch.aminmax(weight)) for weight in self.weights])
+        return x * bounds[:, 0].min() + bounds[0, 1:].sum()
+
+
 @torch.no_grad()
 def decorated(self: nn.Module, x: Tensor) -> Tensor:
     return self.layer(x) * 2  # type: ignore[operator,no-any-return]
@@ -303,6 +315,11 @@ class Masks(Shaped):
         return self.layer(x) + x[x > 0].sum()
 
 
+class Sliced(Shaped):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[..., : x.argmax()]
+
+
 class Dropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -342,6 +359,7 @@ OWN: dict[str, Case] = {
     "unpacked": Case(Unpacked),
     "largest": Case(Largest, outputs=("value", "places")),
     "decorated": Case(Decorated),
+    "bounds": Case(Bounds),
     "dropout that is off": Case(lambda: Dropped().eval()),
     "statistics that are read": Case(lambda: Normalised().eval(), {"a": ((8,), "float32")}, batched=False),
     "control flow by values": Case(ByValues, why="depends on values of tensors (bool)"),
@@ -360,6 +378,7 @@ OWN: dict[str, Case] = {
     "a global": Case(Global, why="what its code reads"),
     "an object": Case(Logs, why="its code uses 'logger', a Logger"),
     "a mask": Case(Masks, why="getitem"),
+    "a slice": Case(Sliced, why="it passes a Tensor", batched=False),
     "dropout": Case(Dropped, why="it draws random numbers"),
     "statistics": Case(Normalised, {"a": ((8,), "float32")}, why="in place", batched=False),
 }

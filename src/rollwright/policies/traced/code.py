@@ -18,7 +18,8 @@ from rollwright.errors import NotNative
 from rollwright.policies.watch import ModuleSnapshot, is_special
 
 _TRUSTED = ("torch", "tensordict", "math", "operator", "_operator", "numpy")
-_CONSTANTS = (type(None), int, float, complex, str, bytes, Enum, EllipsisType, torch.dtype, torch.device, torch.layout)
+CONSTANTS = (type(None), int, float, complex, str, bytes, Enum, EllipsisType, torch.Size, torch.dtype, torch.device)
+CONSTANTS = (*CONSTANTS, torch.layout, torch.memory_format)
 _COMPILED = (BuiltinFunctionType, np.ufunc, type(str.join), type(object.__init__))  # types of functions written in C
 _CHANGES = {"STORE_ATTR": "sets", "STORE_GLOBAL": "sets", "DELETE_ATTR": "deletes", "DELETE_GLOBAL": "deletes"}
 _CHANGES |= {"DELETE_SUBSCR": "deletes", "IMPORT_NAME": "imports", "LOAD_BUILD_CLASS": "defines"}
@@ -53,7 +54,7 @@ class _Inspection:
 
     def value(self, value: Any, name: str) -> None:
         """Test what the code reads."""
-        if isinstance(value, (*_CONSTANTS, Tensor)) or id(value) in self._seen:
+        if isinstance(value, (*CONSTANTS, Tensor)) or id(value) in self._seen:
             return  # a tensor that is no parameter is found out when it is used
         match value:
             case list() | tuple() | set() | frozenset() | dict():

@@ -44,7 +44,7 @@ def emit_op(emitter: Emitter, op: Op, find: Callable[[Ref], Array]) -> Sequence[
 
 
 def _emitted(emitter: Emitter, op: Op, find: Callable[[Ref], Array], arrays: Sequence[Array]) -> Sequence[Array]:
-    args, options = mapped((op.args, dict(op.options)), (Slot, Weight), find)
+    args, options = mapped((op.args, op.options), (Slot, Weight), find)
     emit = IN_NUMPY.get(op.name)
     if emit is not None and op.roots == (None,):
         out = emit(emitter, op, *args, **options)

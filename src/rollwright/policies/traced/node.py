@@ -61,7 +61,7 @@ class Traced(Node):
                 return f"v{value.number}"
             if isinstance(value, Weight):
                 return f"{text(value.owner)}[{value.name!r}]"
-            if type(value) in (list, tuple) and any(True for _ in refs_in(value)):
+            if any(True for _ in refs_in(value)):  # of a list or tuple
                 inner = "".join(f"{text(each)}, " for each in value)
                 return f"[{inner}]" if type(value) is list else f"({inner})"
             constants.append(value)

@@ -51,7 +51,7 @@ class Op:
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    options: Mapping[str, Any]
+    options: dict[str, Any]
     writes: tuple[int, ...]
     several: bool
     forms: tuple[Form, ...]
@@ -64,7 +64,7 @@ class Op:
 
     def refs(self) -> Iterator[Ref]:
         """The tensors that it reads."""
-        return refs_in((self.args, dict(self.options)))
+        return refs_in((self.args, self.options))
 
 
 def name_of(function: Any) -> str:
@@ -79,20 +79,18 @@ def refs_in(value: Any) -> Iterator[Ref]:
     """What stands for tensors in nested arguments."""
     if isinstance(value, Slot | Weight):
         yield value
-    elif type(value) in (list, tuple):
-        for each in value:
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
             yield from refs_in(each)
-    elif type(value) is dict:
-        yield from refs_in(list(value.values()))
 
 
 def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """Nested arguments with ``function`` of each value of ``kinds`` in its place."""
+    """Nested arguments with ``function`` of each value of ``kinds`` in its place; lists, tuples and dictionaries."""
     if isinstance(value, kinds):
         return function(value)
-    if type(value) in (list, tuple):
-        return type(value)([mapped(each, kinds, function) for each in value])
-    if type(value) is dict:
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return (list if isinstance(value, list) else tuple)(mapped(each, kinds, function) for each in value)
+    if isinstance(value, dict):
         return {name: mapped(each, kinds, function) for name, each in value.items()}
     return value
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rollwright.errors import NotNative
-from rollwright.policies.traced.ops import Op, Ref, Slot, Weight, form_of, mapped, name_of
+from rollwright.policies.traced.code import CONSTANTS
+from rollwright.policies.traced.ops import Op, Ref, Slot, Weight, form_of, name_of
 from rollwright.policies.watch import ModuleSnapshot
 
 _ABOUT = {"dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_neg"}
@@ -69,6 +70,17 @@ class Recorder(TorchFunctionMode):
             raise NotNative("it uses a tensor that is no input, parameter or buffer of it, and no result of torch's")
         return found
 
+    def _argument(self, value: Any) -> Any:
+        """What stands for an argument of a function: a reference for a tensor; else itself, if it cannot change."""
+        if isinstance(value, Tensor):
+            return self.ref(value)
+        if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+            return (list if isinstance(value, list) else tuple)(map(self._argument, value))
+        for each in (value.start, value.stop, value.step) if isinstance(value, slice) else (value,):
+            if not isinstance(each, CONSTANTS):
+                raise NotNative(f"it passes a {type(each).__name__} to a function of torch")
+        return value
+
     def _record(self, function: Any, args: tuple[Any, ...], options: Mapping[str, Any], result: Any) -> None:
         name = name_of(function)
         several = isinstance(result, tuple | list) and not isinstance(result, torch.Size)
@@ -80,7 +92,7 @@ class Recorder(TorchFunctionMode):
         masked = name == "getitem" and any(_is_mask(each) for each in args[1:])
         if name in _DETACHED or name in _SIZED_BY_VALUES or masked or "out" in options:
             raise NotNative(f"it uses {name} in a way that is not repeated")
-        own_args, own_options = mapped((args, dict(options)), Tensor, self.ref)
+        own_args, own_options = self._argument(args), {name: self._argument(each) for name, each in options.items()}
         roots = tuple(self._roots.get(each.untyped_storage()._cdata) for each in tensors)
         slots = tuple(next(self._slots) for _ in tensors)
         self.ops.append(
