@@ -18,8 +18,8 @@ from rollwright.errors import NotNative
 from rollwright.policies.watch import ModuleSnapshot, is_special
 
 _TRUSTED = ("torch", "tensordict", "math", "operator", "_operator", "numpy")
-CONSTANTS = (type(None), int, float, complex, str, bytes, Enum, EllipsisType, torch.Size, torch.dtype, torch.device)
-CONSTANTS = (*CONSTANTS, torch.layout, torch.memory_format)
+CONSTANTS: tuple[type, ...] = (type(None), int, float, complex, str, bytes, Enum, EllipsisType)
+CONSTANTS += (torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _COMPILED = (BuiltinFunctionType, np.ufunc, type(str.join), type(object.__init__))  # types of functions written in C
 _CHANGES = {"STORE_ATTR": "sets", "STORE_GLOBAL": "sets", "DELETE_ATTR": "deletes", "DELETE_GLOBAL": "deletes"}
 _CHANGES |= {"DELETE_SUBSCR": "deletes", "IMPORT_NAME": "imports", "LOAD_BUILD_CLASS": "defines"}
