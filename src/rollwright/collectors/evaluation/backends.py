@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from rollwright._memory import Segment
 from rollwright._processes.channel import Channel
 from rollwright._processes.child import STOPPED_S, Child
+from rollwright._processes.connection import Connection
 from rollwright._processes.failures import ExceptionInfo
 from rollwright._processes.health import Heartbeats
 from rollwright._processes.pool import Answer, Pool
@@ -237,7 +239,6 @@ class EvaluationQueue(DaemonThread):
 
 
 _NAP_S = 0.2
-_NAME = "Evaluator's process"
 _PLACE, _TICKET = 0, 0  # there is one process, and it is asked one thing at a time
 
 
@@ -298,13 +299,13 @@ class ThreadBackend(Backend):
 
 
 class ProcessBackend(Backend):
-    """In a process.
+    """In another process, which runs :func:`serve`.
 
     Args:
-        settings: what and how.
-        progress: over ``memory``.
-        memory: goes along.
-        start: how.
+        connection: to it.
+        name: of the process, for messages.
+        progress: that it shows.
+        start_timeout_s: until environment and policy are made.
         step_timeout_s: a process that is silent for longer is killed.
 
     Raises:
@@ -314,29 +315,21 @@ class ProcessBackend(Backend):
 
     def __init__(
         self,
-        settings: Settings,
+        connection: Connection,
+        name: str,
         progress: EvaluationProgress,
-        memory: Segment,
-        start: ProcessStart,
+        *,
+        start_timeout_s: float,
         step_timeout_s: float,
     ) -> None:
+        self._connection, self._name, self.pid = connection, name, connection.pid
         self._progress, self._step_timeout_s = progress, step_timeout_s
-        self._child = Child(
-            serve,
-            settings,
-            memory,
-            start.init_fn,
-            name="rollwright-evaluator",
-            start_method=start.start_method,
-            num_threads=start.num_threads,
-        )
-        self.pid = self._child.pid
         self._pool = Pool(1, lambda _, message: Answer(_TICKET, message), only_answers=True)
-        self._pool.add(_PLACE, self._child)
+        self._pool.add(_PLACE, connection)
         try:
             self._progress.begin()
             self._expect_answer()
-            self._answer("its environment and policy", start.timeout_s)
+            self.pid = self._answer("its environment and policy", start_timeout_s)
         except BaseException:
             self._pool.drop(_PLACE, "could not start")
             raise
@@ -356,6 +349,7 @@ class ProcessBackend(Backend):
     def _answer(self, waiting_for: str, silence_s: float) -> Any:
         """What the process answers; it is killed if it gives no sign of life."""
         call, heartbeats = self._pool.calls[_TICKET], Heartbeats()
+        who = f"{self._name} (pid {self.pid})"
         while call.due:
             if self._progress.stopped:
                 raise Stopped
@@ -365,30 +359,31 @@ class ProcessBackend(Backend):
             if stopped or heartbeats.is_silent(_PLACE, self._progress.beaten_at, silence_s):
                 self._pool.drop(_PLACE, "was killed")
                 raise TimeoutError(
-                    f"{_NAME} (pid {self.pid}): waited {STOPPED_S if stopped else silence_s:g} s for {waiting_for}, "
+                    f"{who}: waited {STOPPED_S if stopped else silence_s:g} s for {waiting_for}, "
                     f"after {self._progress.frames} frames of this evaluation, and killed it. Look there for what "
                     "blocks, or raise env_step_timeout."
                 )
         answer = call.answers.get(_PLACE)
         if isinstance(answer, EvaluationFailed):
-            raise answer.failure.error(_NAME)
+            raise answer.failure.error(self._name)
         if call.losses:
             if self._progress.stopped:
                 raise Stopped
             [(loss, _)] = call.losses.values()
             if loss.failure is not None:
-                raise loss.failure.error(_NAME)
+                raise loss.failure.error(self._name)
             raise WorkerError(
-                f"{_NAME} (pid {self.pid}) {loss.how} in the middle of an evaluation, after {self._progress.frames} "
+                f"{who} {loss.how} in the middle of an evaluation, after {self._progress.frames} "
                 "frames. Make a new Evaluator to go on."
             )
         return answer
 
     def ended(self) -> WorkerError | None:
         """Why the process has ended; None: it lives."""
-        if self._child.alive:
+        if not self._connection.wait(0.0):
             return None
-        return WorkerError(f"{_NAME} (pid {self.pid}) {self._child.how_it_ended()}. Make a new Evaluator to go on.")
+        how = self._connection.how_it_ended()
+        return WorkerError(f"{self._name} (pid {self.pid}) {how}. Make a new Evaluator to go on.")
 
     def close(self, until: Callable[[], float]) -> str:
         """Hang up, and make the process end that does not by then."""
@@ -396,15 +391,48 @@ class ProcessBackend(Backend):
         return ended[_PLACE].how if ended else "ended"
 
 
-def serve(channel: Channel, settings: Settings, memory: Segment, init_fn: Callable[[], None] | None) -> None:
-    """What the process runs."""
+def process_backend(
+    settings: Settings, progress: EvaluationProgress, memory: Segment, start: ProcessStart, step_timeout_s: float
+) -> Backend:
+    """Start a process of this machine, whose progress lies in ``memory``.
+
+    Raises:
+        WorkerError: environment, policy or ``init_fn`` raised; or the process ended.
+        TimeoutError: it takes too long.
+    """
+    child = Child(
+        _serve_child,
+        settings,
+        memory,
+        start.init_fn,
+        name="rollwright-evaluator",
+        start_method=start.start_method,
+        num_threads=start.num_threads,
+    )
+    return ProcessBackend(
+        child, "Evaluator's process", progress, start_timeout_s=start.timeout_s, step_timeout_s=step_timeout_s
+    )
+
+
+def _serve_child(channel: Channel, settings: Settings, memory: Segment, init_fn: Callable[[], None] | None) -> None:
+    serve(channel, settings, EvaluationProgress(memory), init_fn)
+
+
+def serve(channel: Any, settings: Settings, progress: EvaluationProgress, init_fn: Callable[[], None] | None) -> None:
+    """What the process runs, until its channel is closed.
+
+    Args:
+        channel: a :class:`Channel`, or what has its ``poll``, ``recv`` and ``send``.
+        settings: what is evaluated, and how.
+        progress: is shown there.
+        init_fn: called first.
+    """
     if init_fn is not None:
         init_fn()
-    progress = EvaluationProgress(memory)
     # While an evaluation runs, nothing is sent to this process: what can be read then is the end of the channel.
     runner = EpisodeRunner(settings, progress, channel.poll, own_generators=True)
     try:
-        channel.send(None)
+        channel.send(os.getpid())
         while True:
             while not channel.poll(1.0):
                 pass

@@ -29,9 +29,9 @@ from rollwright.collectors.evaluation.backends import (
     Backend,
     Evaluation,
     EvaluationQueue,
-    ProcessBackend,
     ProcessStart,
     ThreadBackend,
+    process_backend,
 )
 from rollwright.collectors.evaluation.episodes import EvaluationProgress, EvaluationRequest, Settings
 from rollwright.collectors.evaluation.results import with_item
@@ -470,7 +470,7 @@ def _backend(
         from rollwright.collectors.evaluation.ray import ray_backend
 
         return ray_backend(settings, progress, start, step_timeout_s, options), progress
-    return partial(ProcessBackend, settings, progress, memory, start, step_timeout_s), progress
+    return partial(process_backend, settings, progress, memory, start, step_timeout_s), progress
 
 
 def _named(prefix: str, result: Mapping[str, Any]) -> dict[str, Any]:

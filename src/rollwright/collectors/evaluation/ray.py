@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import select
-import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,20 +16,15 @@ import torch
 
 from rollwright._options import names_of, refuse_unknown
 from rollwright._processes.channel import ByValue, ChannelClosed
+from rollwright._processes.connection import NOTHING
 from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake, connect_to, parse_address
+from rollwright._processes.network.handshake import Listener, connect_to, parse_address
 from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.network.ray import RaySession, check_cluster, configs_of
 from rollwright._processes.network.sources import with_sources
 from rollwright._processes.pickling import dumps
-from rollwright.collectors.evaluation.backends import Backend, EvaluationFailed, ProcessStart
-from rollwright.collectors.evaluation.episodes import (
-    EpisodeRunner,
-    EvaluationProgress,
-    EvaluationRequest,
-    Settings,
-    Stopped,
-)
+from rollwright.collectors.evaluation.backends import Backend, ProcessBackend, ProcessStart, serve
+from rollwright.collectors.evaluation.episodes import EvaluationProgress, Settings, Stopped
 from rollwright.collectors.workers.remote.ray import Options, RayLauncher
 from rollwright.errors import WorkerError
 
@@ -39,23 +33,10 @@ _TARGET = "rollwright.collectors.evaluation.ray:serve_evaluations"
 _NAP_S, _BEAT_S, _JOIN_S = 0.2, 0.5, 20.0
 
 
-class _Start(NamedTuple):
-    """The first message to the actor; the content: settings and ``init_fn``."""
-
-    content: ByValue
-    num_threads: int
-
-
 class _Beat(NamedTuple):
     """Frames of the current evaluation, whenever there are more."""
 
     frames: int
-
-
-class _Ready(NamedTuple):
-    """Environment and policy are made."""
-
-    pid: int
 
 
 def ray_backend(
@@ -88,17 +69,16 @@ def ray_backend(
     except BaseException:
         session.close()
         raise
-    return partial(RayBackend, settings, progress, session, launcher, address, start, step_timeout_s)
+    return partial(RayBackend, settings, progress, launcher, address, start, step_timeout_s)
 
 
-class RayBackend(Backend):
+class RayBackend(ProcessBackend):
     """In an actor, which joins this process over a socket.
 
     Args:
         settings: what and how.
         progress: of this process; what the actor reports is entered there.
-        session: with the cluster; closed with this.
-        launcher: starts the actor.
+        launcher: starts the actor; closed with this.
         address: where it joins.
         start: how its process starts.
         step_timeout_s: without a step for longer, it counts as stuck.
@@ -112,144 +92,161 @@ class RayBackend(Backend):
         self,
         settings: Settings,
         progress: EvaluationProgress,
-        session: RaySession,
         launcher: RayLauncher,
         address: tuple[str, int],
         start: ProcessStart,
         step_timeout_s: float,
     ) -> None:
-        self._progress, self._session, self._step_timeout_s = progress, session, step_timeout_s
-        self._line: Line | None = None
-        self._answers: list[Any] = []
-        self._secret = secrets.token_hex(32).encode()
-        self._socket = socket.create_server(address)
-        self._socket.setblocking(False)
-        self._host = launcher.launch(0, self._socket.getsockname()[:2], self._secret)
+        self._launcher = launcher
+        secret, joined = secrets.token_hex(32).encode(), list[Line]()
+        listener = Listener(address, secret, lambda greeting, about: joined.append(greeting.accept()))
+        self._host = launcher.launch(0, listener.address, secret)
         try:
-            self._progress.begin()
-            self._join(time.monotonic() + start.timeout_s, start.timeout_s)
-            sent = with_sources(dumps((settings, start.init_fn)))
-            self._post(_Start(ByValue(None, pickled=sent), start.num_threads))
-            ready = self._answer("its environment and policy", start.timeout_s)
-            self.pid = ready.pid
+            _await(joined, listener, self._host, progress, start.timeout_s)
+            joined[0].give_up_after(30.0)
+            actor = _Actor(joined[0], self._host, progress)
+            actor.post((ByValue(None, pickled=with_sources(dumps((settings, start.init_fn)))), start.num_threads))
+            super().__init__(actor, _NAME, progress, start_timeout_s=start.timeout_s, step_timeout_s=step_timeout_s)
         except BaseException:
-            self.close(time.monotonic)
+            for line in joined:
+                line.close()
+            self._end()
             raise
+        finally:
+            listener.close()
 
-    def _join(self, until: float, timeout_s: float) -> None:
-        """Wait for the actor to connect and to prove what it must."""
-        greeting: IncomingHandshake | None = None
-        while self._line is None:
-            if self._progress.stopped:
-                raise Stopped
-            if (how := self._host.how_it_ended()) is not None:
-                raise WorkerError(f"{_NAME} {how}.")
-            if time.monotonic() > until:
-                raise TimeoutError(
-                    f"waited {timeout_s:g} s for {_NAME} to join. See whether the cluster has room for it, and whether "
-                    "its nodes reach this machine (backend_options={'address': ...})."
-                )
-            _wait(self._socket.fileno() if greeting is None else greeting.end.fileno())
-            with contextlib.suppress(BlockingIOError):
-                if greeting is None:
-                    greeting = IncomingHandshake(self._socket.accept()[0], self._secret)
-            try:
-                if greeting is not None and greeting.read() is not None:
-                    self._line = greeting.accept()
-                elif greeting is not None and time.monotonic() > greeting.expires_at:
-                    raise HandshakeRefused("it said nothing in time")
-            except HandshakeRefused:
-                assert greeting is not None
-                greeting.end.close()
-                greeting = None
-        self._socket.close()
-        self._line.give_up_after(30.0)
-
-    def _post(self, message: Any) -> None:
-        assert self._line is not None
-        try:
-            self._line.post(message)
-        except ChannelClosed:
-            raise self._lost() from None
-
-    def run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
-        """Have the actor evaluate, and wait for its answer."""
-        self._post(request)
-        begun()
-        answer: dict[str, Any] = self._answer("a step of its environment", self._step_timeout_s)
-        return answer
-
-    def _answer(self, waiting_for: str, silence_s: float) -> Any:
-        """What the actor answers; it is given up if it takes no step."""
-        assert self._line is not None
-        while not self._answers:
-            if self._progress.stopped:
-                raise Stopped
-            _wait(self._line.fileno())
-            try:
-                self._line.read(lambda message, sizes: [], lambda message, pieces: self._received(message))
-            except ChannelClosed:
-                if not self._answers:
-                    raise self._lost() from None
-            except MessageForged as error:
-                self._line.close()
-                self._host.kill()
-                raise WorkerError(f"{_NAME} (pid {self.pid}) cannot be trusted: {error}.") from error
-            if not self._answers and self._progress.silence_s > silence_s:
-                self._line.close()
-                self._host.kill()
-                raise TimeoutError(
-                    f"{_NAME} (pid {self.pid}): waited {silence_s:g} s for {waiting_for}, after "
-                    f"{self._progress.frames} frames of this evaluation, and ended it. Look there for what blocks, "
-                    "or raise env_step_timeout."
-                )
-        answer = self._answers.pop(0)
-        if isinstance(answer, EvaluationFailed):
-            raise answer.failure.error(_NAME)
-        if isinstance(answer, ExceptionInfo):
-            raise answer.error(_NAME)
-        return answer
-
-    def _received(self, message: Any) -> None:
-        if isinstance(message, _Beat):
-            self._progress.beat(message.frames - self._progress.frames)
-        else:
-            self._answers.append(message)
-
-    def _lost(self) -> WorkerError:
-        if self._progress.stopped:
-            raise Stopped
-        until = time.monotonic() + 1.0  # Ray knows why a moment later
-        while (how := self._host.how_it_ended()) is None and time.monotonic() < until:
-            time.sleep(0.01)
-        return WorkerError(
-            f"{_NAME} (pid {self.pid}) {how or 'has hung up'}, after {self._progress.frames} frames of an evaluation. "
-            "Make a new Evaluator to go on."
-        )
-
-    def ended(self) -> WorkerError | None:
-        """Why the actor has ended; None: it lives."""
-        how = self._host.how_it_ended()
-        return None if how is None else WorkerError(f"{_NAME} (pid {self.pid}) {how}. Make a new Evaluator to go on.")
+    def _end(self) -> None:
+        self._host.end(0.0)
+        self._launcher.close()
 
     def close(self, until: Callable[[], float]) -> str:
-        """Hang up, end the actor if it does not by then, and leave the cluster."""
-        self._socket.close()
-        if self._line is not None:
-            self._line.close()
-        while self._host.how_it_ended() is None and time.monotonic() < until():
-            time.sleep(0.01)
-        how = "ended" if self._line is None or self._host.how_it_ended() is not None else "killed"
-        self._host.end(0.0)
-        self._session.close()
+        """Hang up, and make the actor end that does not by then; end the session."""
+        how = super().close(until)
+        self._end()
         return how
 
 
-def _wait(fd: int) -> None:
+def _await(joined: list[Line], listener: Listener, host: Any, progress: EvaluationProgress, timeout_s: float) -> None:
+    """Wait for the actor to connect and to prove what it must."""
+    until = time.monotonic() + timeout_s
+    while not joined:
+        if progress.stopped:
+            raise Stopped
+        if (how := host.how_it_ended()) is not None:
+            raise WorkerError(f"{_NAME} {how}.")
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"waited {timeout_s:g} s for {_NAME} to join. See whether the cluster has room for it, and whether "
+                "its nodes reach this machine (backend_options={'address': ...})."
+            )
+        _wait(listener.fileno(), _NAP_S)
+        listener.read()
+
+
+def _wait(fd: int, timeout_s: float) -> None:
+    poll = select.poll()
     if fd >= 0:
-        poll = select.poll()
         poll.register(fd, select.POLLIN)
-        poll.poll(_NAP_S * 1e3)
+    poll.poll(timeout_s * 1e3)
+
+
+class _LineChannel:
+    """Messages over a line, sent and received as by a :class:`~rollwright._processes.channel.Channel`."""
+
+    def __init__(self, line: Line) -> None:
+        self._line, self._arrived = line, deque[Any]()
+        self.post, self.close = line.post, line.close
+
+    def take(self) -> Any:
+        """The next message that has arrived; :data:`NOTHING` if there is none."""
+        try:
+            self._line.read(lambda message, sizes: [], lambda message, pieces: self._arrived.append(message))
+        except ChannelClosed:
+            if not self._arrived:
+                raise
+        return self._arrived.popleft() if self._arrived else NOTHING
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Wait until something has arrived, or the other side has hung up; whether it has."""
+        if timeout_s and not self._arrived:
+            _wait(self._line.fileno(), timeout_s)
+        try:
+            message = self.take()
+        except ChannelClosed:
+            return True
+        if message is not NOTHING:
+            self._arrived.appendleft(message)
+        return bool(self._arrived)
+
+    def recv(self, timeout_s: float) -> Any:
+        """The next message, which :meth:`poll` has announced."""
+        return self.take()
+
+    def send(self, message: Any) -> None:
+        """Send a message, and wait until it is on its way."""
+        self.post(message)
+        while self._line.behind and not self.poll(_NAP_S):
+            pass
+
+
+class _Actor(_LineChannel):
+    """The connection to the actor; see :class:`~rollwright._processes.connection.Connection`.
+
+    Args:
+        line: to it.
+        host: what Ray says of it.
+        progress: of this process; what the actor shows is entered there.
+    """
+
+    name, host, pid, behind = "rollwright-evaluator", "a Ray actor", None, False
+
+    def __init__(self, line: Line, host: Any, progress: EvaluationProgress) -> None:
+        super().__init__(line)
+        self._host, self._progress = host, progress
+        self._forged: str | None = None
+
+    def filenos(self) -> tuple[int, ...]:
+        """The line."""
+        return (self._line.fileno(),)
+
+    def take(self) -> Any:
+        """The next message, once what the actor shows of its progress is entered."""
+        try:
+            while isinstance(message := super().take(), _Beat):
+                self._progress.beat(message.frames - self._progress.frames)
+        except MessageForged as error:
+            self._forged = f"cannot be trusted: {error}"
+            self.kill()
+            raise ChannelClosed(self._forged) from error
+        return message
+
+    def flush(self) -> None:
+        """The line sends the rest when it is read."""
+
+    def clock(self) -> float:
+        """Of this machine."""
+        return time.monotonic()
+
+    def stopped_s(self) -> float:
+        """Not known."""
+        return 0.0
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the actor has ended; whether it has."""
+        until = time.monotonic() + timeout_s
+        while self._host.how_it_ended() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        return self._host.how_it_ended() is not None
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._host.kill()
+
+    terminate = kill
+
+    def how_it_ended(self) -> str:
+        """A phrase for messages."""
+        return self._forged or self._host.how_it_ended() or "has hung up"
 
 
 # In the actor ---------------------------------------------------------------------------------------
@@ -258,52 +255,23 @@ def _wait(fd: int) -> None:
 def serve_evaluations(address: tuple[str, int], secret: bytes, group: int) -> None:
     """What the actor's process runs: evaluations, until the other side hangs up."""
     line = connect_to(address, secret, {"group": group}, _JOIN_S)
-    arrived: list[Any] = []
-    progress = EvaluationProgress()
-    runner: EpisodeRunner | None = None
+    channel, progress = _LineChannel(line), EvaluationProgress()
     threading.Thread(target=_beat, args=(line, progress), name="rollwright-beat", daemon=True).start()
-
-    def gone() -> bool:
-        try:
-            line.read(lambda message, sizes: [], lambda message, pieces: arrived.append(message))
-        except ChannelClosed:
-            return True
-        return False
-
     try:
-        while True:
-            while not arrived:
-                _wait(line.fileno())
-                if gone():
-                    return
-            message = arrived.pop(0)
-            try:
-                progress.begin()
-                if isinstance(message, _Start):
-                    settings, init_fn = message.content.value
-                    if init_fn is not None:
-                        init_fn()
-                    torch.set_num_threads(message.num_threads)
-                    runner = EpisodeRunner(settings, progress, gone, own_generators=True)
-                    answer: Any = _Ready(os.getpid())
-                else:
-                    assert runner is not None
-                    answer = runner.run(message, lambda: None)
-            except Stopped:
-                return
-            except Exception as error:
-                failure = ExceptionInfo.of(error)
-                answer = failure if runner is None else EvaluationFailed(failure)
-            line.post(answer)
-            while line.behind and not gone():
-                _wait(line.fileno())
+        progress.begin()
+        while not channel.poll(_NAP_S):
+            pass
+        content, num_threads = channel.recv(_NAP_S)
+        settings, init_fn = content.value
+        torch.set_num_threads(num_threads)
+        serve(channel, settings, progress, init_fn)
     except ChannelClosed:
         return
+    except Exception as error:
+        with contextlib.suppress(ChannelClosed):
+            channel.send(ExceptionInfo.of(error))
     finally:
         line.close()
-        if runner is not None:
-            with contextlib.suppress(Exception):  # the process ends anyway, and an earlier error is the cause
-                runner.close()
 
 
 def _beat(line: Line, progress: EvaluationProgress) -> None:
