@@ -11,9 +11,13 @@ import resource
 import struct
 import weakref
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from rollwright._memory import Segment
+from rollwright._files import unnamed_file
 from rollwright._processes.forks import on_fork
+
+if TYPE_CHECKING:
+    from rollwright._memory import Segment
 
 
 @functools.cache
@@ -77,6 +81,7 @@ class FileLocks:
         lasting: whether they belong to an open file description.
 
     Example:
+        >>> from rollwright._memory import Segment
         >>> file = Segment()
         >>> one, other = FileLocks(file), FileLocks(file)
         >>> one.take(3, exclusive=True), other.take(3, exclusive=False), other.is_taken(3)
@@ -156,11 +161,14 @@ def _are_lasting() -> bool:
     if _SETLK is None or struct.calcsize("P") != 8:
         return False
     with contextlib.suppress(OSError):
-        file = Segment()
-        fd = _opened_anew(file.fd)
+        file = unnamed_file()
         try:
-            fcntl.fcntl(fd, _SETLK, _request(fcntl.F_WRLCK, 0))
-            return True
+            fd = _opened_anew(file)
+            try:
+                fcntl.fcntl(fd, _SETLK, _request(fcntl.F_WRLCK, 0))
+                return True
+            finally:
+                os.close(fd)
         finally:
-            os.close(fd)
+            os.close(file)
     return False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from rollwright._processes.network.handshake import SECRET, secret_of
@@ -39,3 +42,9 @@ def test_who_joins_with_a_short_secret_is_told_so(monkeypatch, tmp_path):
     for options, name in (([], SECRET), (["--secret-file", str(tmp_path / "secret")], "--secret-file")):
         with pytest.raises(Failure, match=f"{name}: expected a text of at least 16"):
             run(build_parser().parse_args(["join", "127.0.0.1:1", *options]))
+
+
+def test_an_actor_of_ray_that_starts_a_process_loads_no_torch():
+    """It is there for one process, which has all that it needs."""
+    code = "import sys; import rollwright._processes.network.ray; assert not {'torch', 'numpy'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

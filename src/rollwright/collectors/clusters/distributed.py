@@ -135,13 +135,9 @@ _LAUNCH = {"backend": "gloo", "launcher": "submitit", "slurm_kwargs": None, "tcp
 
 
 def _about(backend: str, launcher: str, slurm_kwargs: Any, tcp_port: int | None) -> dict[str, Any]:
-    """Options of the backend, under its own names."""
-    return {
-        "process_group_backend": backend,
-        "launcher": launcher,
-        "slurm_kwargs": slurm_kwargs,
-        "port": tcp_port,
-    }
+    """Options of the backend, under its own names, as far as they are given."""
+    about = {"process_group_backend": backend, "launcher": launcher, "slurm_kwargs": slurm_kwargs, "port": tcp_port}
+    return {name: value for name, value in about.items() if value is not None}
 
 
 DistributedDataCollector = DistributedCollector

@@ -169,7 +169,7 @@ def grouped(
         owner: name of the class.
         create_env_fn: as of the class.
         backend: where groups are.
-        about: options of the backend that are arguments of the class; None: not given.
+        about: options of the backend that are arguments of the class.
         options: those of :class:`GroupOptions`, and all others.
 
     Raises:
@@ -186,8 +186,7 @@ def grouped(
     merged = inner_options(groups.collector_kwargs, others, len(makers) // in_each, in_each)
     interval = 0 if groups.update_after_each_batch else groups.max_weight_update_interval
     updates = PeriodicUpdates("update_after_each_batch", interval) if interval >= 0 else None
-    given = {name: value for name, value in about.items() if value is not None}
-    given["num_workers_per_collector"] = in_each
+    given = {**about, "num_workers_per_collector": in_each}
     given.update(_not_twice(options.get("backend_options"), given, owner))
     return Grouped(makers, {**merged, "backend": backend, "backend_options": given}, updates)
 

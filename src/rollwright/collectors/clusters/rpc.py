@@ -85,12 +85,9 @@ class RPCCollector(MultiCollector):
             if "devices" in (tensorpipe_options or {}):
                 raise ValueError("visible_devices: got it as 'devices' in tensorpipe_options, too. Pass it once.")
             tensorpipe_options = {**(tensorpipe_options or {}), "devices": list(visible_devices)}
-        about = {
-            "launcher": launcher,
-            "slurm_kwargs": slurm_kwargs,
-            "port": tcp_port,
-            "tensorpipe_options": tensorpipe_options,
-        }
+        about: dict[str, Any] = {"launcher": launcher, "slurm_kwargs": slurm_kwargs, "port": tcp_port}
+        about["tensorpipe_options"] = tensorpipe_options
+        about = {name: value for name, value in about.items() if value is not None}
         made = grouped(type(self).__name__, create_env_fn, "rpc", about, {**options, "sync": sync})
         self._updates = made.updates
         self._construct(made.makers, policy, made.options)
