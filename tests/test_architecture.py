@@ -27,7 +27,7 @@ LAYERS = """
     rollwright.policies
     rollwright.envs
     rollwright.collectors.core rollwright.collectors.options rollwright.collectors.delivery_options\
-        rollwright.collectors.arguments rollwright.collectors.arguments rollwright.collectors.profiling
+        rollwright.collectors.arguments rollwright.collectors.profiling
     rollwright.collectors.rollout
     rollwright.collectors.delivery
     rollwright.collectors.weights
@@ -45,14 +45,25 @@ LAYERS = """
 # Lines of code (docstrings, comments and empty lines are none) and statements of a folder, less those of folders inside
 # that are listed too. Whoever needs more raises the numbers in the same change, and says why.
 BUDGETS = {
+    "_memory": (290, 290),
+    "_processes": (1510, 1570),
+    "_processes/network": (1370, 1330),
     "cli": (1800, 1550),
-    "collectors/evaluation": (1325, 1135),
+    "collectors": (2270, 2010),
+    "collectors/clusters": (395, 310),
+    "collectors/delivery": (1870, 1850),
+    "collectors/evaluation": (1280, 1110),
+    "collectors/llm": (460, 420),
+    "collectors/rollout": (5650, 5550),
+    "collectors/workers": (3240, 3050),
+    "collectors/workers/remote": (1750, 1670),
     "data": (4120, 3690),
     "data/datasets": (690, 600),
     "data/llm": (1700, 1560),
     "data/replay_buffers": (6920, 6560),
     "data/replay_buffers/service": (1530, 1470),
     "testing": (1510, 1460),
+    "weight_update": (1325, 1275),
 }
 
 # Imports by name, ``import_module("rollwright...")``, that need not keep the order, and why.
