@@ -13,7 +13,7 @@ from torch import nn
 
 from rollwright.errors import NotNative
 from rollwright.policies import array_policy, compile_policy, distributions
-from rollwright.policies.noise import Noise, noise_stream
+from rollwright.policies.draws.noise import Noise, noise_stream
 
 MIXTURES = [
     (Type.RANDOM, ()),

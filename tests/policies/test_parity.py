@@ -12,7 +12,7 @@ from torch import distributions as D
 
 from rollwright.modules import TanhNormal
 from rollwright.policies import array_policy, distributions
-from rollwright.policies.draws import Built
+from rollwright.policies.draws.built import Built
 
 MIXTURES = [  # torch draws 16 numbers and more in another way than fewer
     (Type.RANDOM, ()),

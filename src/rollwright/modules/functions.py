@@ -20,8 +20,6 @@ from rollwright.data.specs import OneHot, TensorSpec
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["ActionForm", "FunctionPolicy"]
-
 Takes = Literal["tensordict", "tensor", "array"]
 
 _NUMBERS = (bool, int, float, np.generic, list, tuple)

@@ -9,8 +9,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-__all__ = ["in_eval_mode"]
-
 _lock = threading.Lock()
 _held: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # modules that were training, and how many hold them
 

@@ -20,8 +20,6 @@ from rollwright.data.specs import TensorSpec
 if TYPE_CHECKING:
     from rollwright.envs.transforms import TensorDictPrimer, Transform
 
-__all__ = ["get_env_transforms_from_module", "get_primers_from_module", "make_primer", "register_primer"]
-
 _factories: list[Callable[..., Any]] = []
 
 

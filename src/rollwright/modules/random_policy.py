@@ -16,8 +16,6 @@ from rollwright.data.specs import Binary, Composite, MultiCategorical, MultiOneH
 from rollwright.data.specs.discrete import DiscreteSpec, choices
 from rollwright.data.specs.torchrl import from_torchrl
 
-__all__ = ["RandomPolicy", "missing_batch"]
-
 _VECTORS = (Binary, MultiCategorical, MultiOneHot, OneHot)  # one action is a vector, whatever its length
 
 

@@ -18,8 +18,6 @@ from rollwright.modules.random_policy import RandomPolicy
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
 
-__all__ = ["Call", "SignaturePolicy", "speak_tensordict"]
-
 Call = Callable[[TensorDictBase], TensorDictBase | None]
 
 

@@ -23,8 +23,6 @@ from rollwright.policies.program import Program, RandomActions
 from rollwright.policies.staging import Staged
 from rollwright.policies.torch_program import TorchProgram
 
-__all__ = ["compile_policy"]
-
 _NOTICEABLE_S = 1.0
 
 

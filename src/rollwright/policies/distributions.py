@@ -14,18 +14,11 @@ from torch import distributions as D
 from rollwright._keys import as_tuple
 from rollwright._tensors import as_tensor
 from rollwright.modules.distributions import IndependentNormal, MaskedCategorical, OneHotCategorical, TanhNormal
-from rollwright.policies.draws import (
-    CategoricalDraw,
-    DeltaDraw,
-    MaskedDraw,
-    NormalDraw,
-    TanhNormalDraw,
-    scores_its_draw,
-)
-from rollwright.policies.draws.constants import makes_constants
+from rollwright.policies.draws.basic import CategoricalDraw, DeltaDraw, MaskedDraw, NormalDraw
+from rollwright.policies.draws.built import scores_its_draw
+from rollwright.policies.draws.squashed import TanhNormalDraw
 from rollwright.policies.nodes import Draw
-
-__all__ = ["DISTRIBUTIONS", "EXPLORATION_TYPES", "Sampling", "draw_of", "draws_one", "find_draw"]
+from rollwright.policies.traced.code import makes_constants
 
 EXPLORATION_TYPES = (
     InteractionType.RANDOM,

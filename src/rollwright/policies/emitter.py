@@ -11,9 +11,7 @@ import numpy as np
 import torch
 
 from rollwright.errors import NotNative
-from rollwright.policies.noise import Kind, Noise
-
-__all__ = ["Array", "Emitter"]
+from rollwright.policies.draws.noise import Kind, Noise
 
 Array = np.ndarray
 _FEW = 4  # outcomes up to which a pairwise logaddexp beats exp, sum and log

@@ -23,8 +23,6 @@ from rollwright.modules import (
 from rollwright.modules.tensordict_module.exploration import Spread, flags_of
 from rollwright.policies.nodes import Node, Step, Values
 
-__all__ = ["MODULES", "Call", "Called", "Projection", "safe_keys"]
-
 _HOOKS = {
     ("rollwright.modules.tensordict_module.safe", "project_outputs"),
     ("torchrl.modules.tensordict_module.common", "_forward_hook_safe_action"),

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rollwright._keys import NestedKey, unravel
 from rollwright.errors import NotNative
+from rollwright.policies.draws.noise import Noise
 from rollwright.policies.emitter import Array, Emitter
-from rollwright.policies.noise import Noise
 
 Values = list[Any]  # one tensor (or None) per slot
 Step = Callable[[Values], None]

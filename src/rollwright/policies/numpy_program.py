@@ -10,11 +10,9 @@ import torch
 
 from rollwright.errors import NotNative
 from rollwright.policies.base import ArrayPolicy
+from rollwright.policies.draws.noise import noise_stream
 from rollwright.policies.emitter import Emitter
-from rollwright.policies.noise import noise_stream
 from rollwright.policies.program import Program, counted
-
-__all__ = ["NumpyProgram"]
 
 
 class NumpyProgram(ArrayPolicy):

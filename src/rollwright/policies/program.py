@@ -17,12 +17,10 @@ from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy
 from rollwright.modules.random_policy import missing_batch
 from rollwright.policies.base import TensorPolicy, WatchedPolicy, array_of
-from rollwright.policies.draws import Built
+from rollwright.policies.draws.built import Built
 from rollwright.policies.nodes import Ask, Own, Step, Values
 from rollwright.policies.traced.node import Traced
 from rollwright.policies.walk import Walk
-
-__all__ = ["Program", "RandomActions"]
 
 
 class Program(WatchedPolicy):

@@ -20,8 +20,6 @@ from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.layers import LAYERS, KnownLayer
 from rollwright.policies.nodes import Ask, Draw, Step, Values, generator_state, same_bits, same_generators
 
-__all__ = ["register_distribution", "register_layer"]
-
 
 def register_layer(
     kind: type[nn.Module],

@@ -11,8 +11,6 @@ from torch import Tensor
 from rollwright._keys import NestedKey
 from rollwright.policies.base import ArrayPolicy, TensorPolicy
 
-__all__ = ["PackedArrays", "Staged"]
-
 
 class PackedArrays:
     """One piece of memory for several arrays, so that one copy moves them all.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rollwright.policies.base import TensorPolicy
+from rollwright.policies.draws.noise import Noise, noise_stream
 from rollwright.policies.nodes import Draw, Node, Step, Values
-from rollwright.policies.noise import Noise, noise_stream
 from rollwright.policies.program import Program
 
 

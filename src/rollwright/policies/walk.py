@@ -24,15 +24,13 @@ from torch import nn
 from rollwright._keys import NestedKey, as_tuple, is_private, unravel
 from rollwright.errors import NotNative
 from rollwright.policies.distributions import Sampling, draw_of, draws_one, find_draw
-from rollwright.policies.draws import Built
+from rollwright.policies.draws.built import Built
 from rollwright.policies.exploration import MODULES, Called, Projection, safe_keys
 from rollwright.policies.layers import LayerCall, is_torchs, makes_positive_scale, registered, unroll
 from rollwright.policies.nodes import Ask, Draw, Node, Outputs, Own
 from rollwright.policies.recurrent.step import Recurrent, RecurrentStep, find_recurrent
 from rollwright.policies.traced.call import FunctionCall
 from rollwright.policies.watch import ModuleSnapshot, check_globals, is_special
-
-__all__ = ["Walk"]
 
 _HARMLESS = {"__module__", "__doc__", "__init__", "__annotations__", "__repr__", "extra_repr", "__firstlineno__"}
 _HARMLESS |= {"__static_attributes__", "__parameters__", "__orig_bases__"}

@@ -13,8 +13,6 @@ from torch.nn.modules import module as torch_module
 
 from rollwright.errors import NotNative
 
-__all__ = ["ModuleSnapshot", "check_globals", "is_special"]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",

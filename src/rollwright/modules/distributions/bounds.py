@@ -14,8 +14,6 @@ from torch.distributions import constraints
 
 from rollwright._tensors import as_tensor
 
-__all__ = ["REAL", "ClampedTanh", "Number", "as_scale", "bounds", "clamped_tanh", "rescaled", "tanh_limit"]
-
 Number = Tensor | float
 
 

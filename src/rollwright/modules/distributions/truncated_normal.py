@@ -13,8 +13,6 @@ from torch import distributions as D
 
 from rollwright.modules.distributions.bounds import REAL, Number, bounds
 
-__all__ = ["TruncatedNormal"]
-
 _EPS = 1e-6  # probabilities are kept this far from 0 and 1
 
 

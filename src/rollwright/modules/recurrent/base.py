@@ -23,8 +23,6 @@ from rollwright.modules.recurrent.pieces import Pieces
 if TYPE_CHECKING:
     from rollwright.envs.transforms import TensorDictPrimer
 
-__all__ = ["Keys", "RecurrentModule"]
-
 Keys = NestedKey | list[NestedKey] | None
 
 

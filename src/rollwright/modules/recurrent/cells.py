@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["GRU", "LSTM", "GRUCell", "LSTMCell", "Step", "gru_step", "layer_weights", "lstm_step", "run_cells"]
-
 States = tuple[Tensor, ...]
 Step = Callable[[Tensor, States, Sequence[Tensor]], States]
 

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["gru_layer"]
-
 
 def gru_layer(x: Tensor, sizes: list[int], h: Tensor, weights: list[Tensor]) -> Tensor:
     """States after each step.

@@ -18,8 +18,6 @@ from rollwright.modules.recurrent.cells import GRU, LSTM, States, gru_step, laye
 from rollwright.modules.recurrent.gru_loop import gru_layer
 from rollwright.modules.recurrent.pieces import PackedFrames, Pieces, Stairs
 
-__all__ = ["run_pieces", "take_step"]
-
 HOLD = 1e4  # argument of a sigmoid that makes it 0 or 1 to the last bit
 MOST_CELL_ROWS = 32  # up to here, torch's LSTM cell takes a step faster than its layer (measured on a CPU)
 

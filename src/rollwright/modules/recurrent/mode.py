@@ -7,8 +7,6 @@ from contextvars import ContextVar, Token
 from functools import wraps
 from typing import Literal, ParamSpec, TypeVar
 
-__all__ = ["Mode", "as_flag", "recurrent_mode", "set_recurrent_mode"]
-
 Mode = bool | Literal["recurrent", "sequential"] | None
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,8 +12,6 @@ from rollwright.modules.recurrent.base import RecurrentModule
 from rollwright.modules.recurrent.cells import GRU, LSTM
 from rollwright.modules.recurrent.mode import Mode
 
-__all__ = ["GRUModule", "LSTMModule"]
-
 
 def _ready(name: str, rnn: Any, kind: type[nn.RNNBase], settings: dict[str, Any]) -> nn.RNNBase:
     """A layer that the user made, checked."""

@@ -17,8 +17,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["PackedFrames", "Pieces", "DenseSteps", "Stairs"]
-
 CALL_COST_ROWS = 64  # what one more call of a kernel costs, in rows of one step (measured for hidden sizes of 128, 256)
 
 

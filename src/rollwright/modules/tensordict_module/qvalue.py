@@ -14,8 +14,6 @@ from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.specs import Composite, MultiOneHot, TensorSpec
 from rollwright.modules.tensordict_module.safe import own_spec, project_outputs
 
-__all__ = ["QValueModule", "action_space_of", "best_action"]
-
 _SPACES = {"OneHot": "one_hot", "MultiOneHot": "mult_one_hot", "Binary": "binary", "Categorical": "categorical"}
 _NAMES = {
     "one_hot": "one_hot",

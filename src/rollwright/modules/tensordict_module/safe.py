@@ -19,16 +19,6 @@ from rollwright._keys import NestedKey, unravel
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs.torchrl import from_torchrl
 
-__all__ = [
-    "SafeModule",
-    "SafeProbabilisticModule",
-    "SafeProbabilisticTensorDictSequential",
-    "SafeSequential",
-    "own_spec",
-    "project_outputs",
-    "specs_of",
-]
-
 
 def own_spec(spec: Any) -> TensorSpec | None:
     """A spec as one of ours; TorchRL's are converted.

@@ -15,8 +15,6 @@ from rollwright._foreign import kind_in
 from rollwright.policies.draws.basic import draw_normal, score_normal, sum_last
 from rollwright.policies.nodes import Ask, Node, Step, Values
 
-__all__ = ["Built", "scores_its_draw"]
-
 _NO_SAMPLES = torch.Size(())
 
 

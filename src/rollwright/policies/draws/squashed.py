@@ -21,11 +21,9 @@ from rollwright.policies.draws.basic import (
     score_normal,
     sum_last,
 )
+from rollwright.policies.draws.noise import Noise
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.nodes import Draw, Step, Values
-from rollwright.policies.noise import Noise
-
-__all__ = ["TanhNormalDraw"]
 
 _LOG_2 = math.log(2.0)
 

@@ -20,8 +20,6 @@ from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.nodes import Node, Step, Values
 from rollwright.policies.traced.in_numpy import linear_numpy
 
-__all__ = ["Recurrent", "RecurrentStep", "find_recurrent"]
-
 _OF_TORCHRL = "torchrl.modules.tensordict_module.rnn"
 
 

@@ -1,3 +1,1 @@
 """Modules taken apart: their ``forward`` as the calls on tensors that it makes."""
-
-__all__: list[str] = []

@@ -14,8 +14,7 @@ from rollwright.policies.layers import is_torchs
 from rollwright.policies.nodes import Node, Outputs, Step, Values, generator_state, same_bits
 from rollwright.policies.traced.code import inspect
 from rollwright.policies.traced.node import Traced
-from rollwright.policies.traced.ops import Weight, form_of
-from rollwright.policies.traced.recorder import Recorder, weights_of
+from rollwright.policies.traced.recorder import Recorder, Weight, form_of, weights_of
 from rollwright.policies.watch import ModuleSnapshot
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dis
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, MethodType, ModuleType
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch import distributions as D
 
 from rollwright.errors import NotNative
 from rollwright.policies.watch import ModuleSnapshot, is_special
@@ -159,3 +160,44 @@ def _is_harmless(value: Any) -> bool:
 
 def _home(value: Any) -> Any:
     return "numpy" if isinstance(value, np.ufunc) else getattr(value, "__module__", None)
+
+
+# Functions that make distributions ------------------------------------------------------------------
+
+_DISTRIBUTIONS = (torch, D)
+_COMPUTES = ("BINARY", "COMPARE", "DELETE", "IMPORT", "STORE", "UNARY", "YIELD", "CONTAINS", "IS_OP", "RAISE")
+
+
+def makes_constants(function: Any, classes: Collection[str]) -> bool:
+    """Whether a function calls classes on its arguments and on constants, and nothing else: no branch, no arithmetic.
+
+    Such a function makes the same kind of distribution at each call.
+
+    Args:
+        function: anything.
+        classes: names of classes in ``torch.distributions`` that it may use.
+
+    Example:
+        >>> makes_constants(lambda loc, scale: D.Independent(D.Normal(loc, scale), 1), {"Independent", "Normal"})
+        True
+        >>> makes_constants(lambda loc, scale: D.Normal(loc, scale * 2), {"Normal"})
+        False
+    """
+    if type(function) is not FunctionType or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
+        return False
+    for line in dis.get_instructions(function):
+        if line.opcode in dis.hasjrel or line.opcode in dis.hasjabs or line.opname.startswith(_COMPUTES):
+            return False
+        if line.opname == "LOAD_GLOBAL":
+            found = function.__globals__.get(str(line.argval))
+            if not _known(found, classes):
+                return False
+        elif line.opname in ("LOAD_ATTR", "LOAD_METHOD") and line.argval not in {*classes, "distributions"}:
+            return False
+    return True
+
+
+def _known(found: Any, classes: Collection[str]) -> bool:
+    if isinstance(found, ModuleType):
+        return any(found is module for module in _DISTRIBUTIONS)
+    return any(found is getattr(D, name) for name in classes)

@@ -11,7 +11,7 @@ import torch
 
 from rollwright.errors import NotNative
 from rollwright.policies.emitter import Array, Emitter
-from rollwright.policies.traced.ops import Op, Ref, Slot, Weight, mapped
+from rollwright.policies.traced.recorder import Op, Ref, Slot, Weight, mapped
 
 _MOST_IN_TORCH = 2**12  #: numbers that a costly function makes which a NumPy program calls on tensors
 _COSTLY: tuple[str, ...] = ("adaptive_", "avg_", "batch_norm", "bmm", "conv", "einsum", "group_norm", "interpolate")

@@ -15,7 +15,7 @@ from rollwright.errors import NotNative
 from rollwright.policies.emitter import Array, Emitter
 from rollwright.policies.nodes import Node, Step
 from rollwright.policies.traced.in_numpy import IN_NUMPY, emit_op
-from rollwright.policies.traced.ops import Form, Op, Ref, Slot, Weight, form_of, refs_in
+from rollwright.policies.traced.recorder import Form, Op, Ref, Slot, Weight, form_of, refs_in
 
 _MOST_FUSED = 2**16  #: elements of a matrix that a compiled program multiplies itself
 _MAKES_NEW = {"avg_pool2d", "batch_norm", "conv1d", "conv2d", "conv3d", "gelu", "group_norm", "max_pool2d", "selu"}

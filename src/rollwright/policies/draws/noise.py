@@ -10,8 +10,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-__all__ = ["Kind", "Noise", "noise_stream"]
-
 Kind = Literal["exponential", "gumbel", "normal"]
 
 _CHUNK = 2**16  # numbers held at once
