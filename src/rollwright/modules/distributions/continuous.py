@@ -15,6 +15,8 @@ from torch.distributions import constraints
 
 from rollwright.modules.distributions.bounds import REAL, ClampedTanh, Number, as_scale, bounds, rescaled
 
+__all__ = ["IndependentNormal", "TanhDelta", "TanhNormal"]
+
 _Scale = Number | Callable[[Tensor], Tensor]
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch import distributions as D
 from torch.nn import functional as F
 
+__all__ = ["MaskedCategorical", "OneHotCategorical", "score_masked"]
+
 
 class OneHotCategorical(D.Categorical):
     """A categorical distribution whose values are one-hot vectors of integers.

@@ -29,6 +29,8 @@ from rollwright.modules.tensordict_module.safe import (
     own_spec,
 )
 
+__all__ = ["Actor", "ActorValueOperator", "ProbabilisticActor", "QValueActor", "TanhModule", "ValueOperator"]
+
 
 class Actor(SafeModule):
     """A network that gives the action.

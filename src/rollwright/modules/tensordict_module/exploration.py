@@ -19,6 +19,17 @@ from rollwright._warnings import warn_user
 from rollwright.data.specs import Composite, TensorSpec, to_torchrl
 from rollwright.modules.tensordict_module.safe import own_spec, project_outputs
 
+__all__ = [
+    "AdditiveGaussianModule",
+    "EGreedyModule",
+    "OrnsteinUhlenbeckProcessModule",
+    "Spread",
+    "explores",
+    "flags_of",
+    "random_actions",
+    "set_exploration_modules_spec_from_env",
+]
+
 
 def explores() -> bool:
     """Whether actions are to be changed: under ``ExplorationType.RANDOM``, or where none is set."""
