@@ -57,7 +57,7 @@ BUDGETS = {
     "collectors/rollout": (5650, 5550),
     "collectors/workers": (3240, 3050),
     "collectors/workers/remote": (1750, 1670),
-    "data": (4120, 3690),
+    "data": (4115, 3680),
     "data/datasets": (690, 600),
     "data/llm": (1700, 1560),
     "data/replay_buffers": (6920, 6560),
