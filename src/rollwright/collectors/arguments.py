@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, get_args
 
+from rollwright.data.llm.turns import Version
+
 #: What ``stats()`` takes as ``workers``.
 WorkerStats = bool | Literal["aggregate", "per_worker", "both"]
 
@@ -91,7 +93,18 @@ def resolve(root: Any, path: str) -> Any:
 
 
 class Reachable:
-    """An object whose parts can be read and called by path."""
+    """An object whose parts can be read and called by path, and that counts updates of its weights."""
+
+    _weights: Any
+
+    @property
+    def policy_version(self) -> int:
+        """Number of updates of the weights so far."""
+        return int(self._weights.version)
+
+    def get_policy_version(self) -> Version | None:
+        """Same as :attr:`policy_version`."""
+        return self.policy_version
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what a path leads to, such as ``"env.transform[0].set_extra_state"``.

@@ -284,15 +284,6 @@ class BaseCollector(Reachable, ABC):
     def get_model(self, model_id: str) -> Any:
         """The model that an id names."""
 
-    @property
-    def policy_version(self) -> int:
-        """Number of updates of the weights so far."""
-        return self._weights.version
-
-    def get_policy_version(self) -> Version | None:
-        """Same as :attr:`policy_version`."""
-        return self.policy_version
-
     def increment_version(self) -> Version | None:
         """Count an update of the weights; returns the new version."""
         self._weights.count_update()

@@ -65,6 +65,8 @@ class WorkerCollector(Reachable):
         observer: writes down how far it is.
     """
 
+    _weights: LocalWeights
+
     def __init__(
         self,
         spec: WorkerSpec,
@@ -377,15 +379,6 @@ class WorkerCollector(Reachable):
     def update_policy_weights_(self, policy_or_weights: Any = None, *, weights: Any = None, **options: Any) -> int:
         """Apply new weights in this worker alone; returns their version."""
         return self._weights.apply(pick_weights(policy_or_weights, weights, None), **options)
-
-    @property
-    def policy_version(self) -> int:
-        """Number of updates of the weights so far."""
-        return self._weights.version
-
-    def get_policy_version(self) -> int:
-        """Same as :attr:`policy_version`."""
-        return self.policy_version
 
     def increment_version(self) -> int:
         """Count an update of the weights; returns the new version."""
