@@ -264,6 +264,18 @@ class SetsItems(Shaped):
         return self.layer(y)
 
 
+def counting() -> nn.Module:
+    """A module that changes a variable of its function."""
+    _calls = [0]
+
+    class Closed(Shaped):
+        def forward(self, x: Tensor) -> Tensor:
+            _calls[0] += 1
+            return self.layer(x)
+
+    return Closed()
+
+
 class AddsHook(Shaped):
     def forward(self, x: Tensor) -> Tensor:
         self.layer.register_forward_hook(twice)
@@ -370,6 +382,7 @@ OWN: dict[str, Case] = {
     "a buffer": Case(WritesBuffer, why="a buffer or an entry in place"),
     "its input": Case(WritesInput, why="a buffer or an entry in place"),
     "items": Case(SetsItems, why="(setitem)"),
+    "a closure": Case(counting, why="what its code reads"),
     "a hook": Case(AddsHook, why="the policy has changed"),
     "hooks": Case(hooked, why="it has hooks (Linear)"),
     "random numbers": Case(Random, why="it draws random numbers"),

@@ -64,8 +64,7 @@ class Staged(ArrayPolicy):
     def __init__(self, policy: TensorPolicy, device: torch.device) -> None:
         self.policy, self.device = policy, device
         self.in_keys, self.finite_keys = policy.in_keys, policy.finite_keys
-        self.how = f"{policy.how}, on {device}"
-        self.varies, self.frozen, self.kept = policy.varies, policy.frozen, policy.kept
+        self.frozen, self.kept = policy.frozen, policy.kept
         self._in: PackedArrays | None = None
         self._out: PackedArrays | None = None
         self._done = torch.cuda.Event()
@@ -74,6 +73,16 @@ class Staged(ArrayPolicy):
     def out_keys(self) -> list[NestedKey]:  # type: ignore[override]
         """Those of the policy."""
         return self.policy.out_keys
+
+    @property
+    def how(self) -> str:  # type: ignore[override]
+        """That of the policy, and where."""
+        return f"{self.policy.how}, on {self.device}"
+
+    @property
+    def varies(self) -> bool:  # type: ignore[override]
+        """That of the policy."""
+        return self.policy.varies
 
     def start(self, steps: int) -> None:
         """See :class:`~rollwright.policies.ArrayPolicy`."""

@@ -103,21 +103,22 @@ class FunctionCall(Node):
             given, watch = {slot: values[slot] for slot in self.reads}, ModuleSnapshot()
             try:
                 weights = self._inspected(given, watch)
-            except NotNative as error:
+                recorder = Recorder(given, weights)
+            except Exception as error:  # whatever it is, the module is called
                 self.found.why = str(error)
                 step(values)
                 return
             copies: Values = [each.clone() if i in given else None for i, each in enumerate(values)]
             kept = [*given.values(), *(weight() for weight in weights.values())]
             before = [[each._version for each in kept if not each.is_inference()], generator_state(kept[0])]
-            with Recorder(given, weights) as recorder:
+            with recorder:
                 step(values)
             after = [[each._version for each in kept if not each.is_inference()], generator_state(kept[0])]
             try:
                 self.found.node = self._repeated(recorder, copies, values, before, after)
                 watch.check()
                 self.watch.update(watch)
-            except NotNative as error:
+            except Exception as error:
                 self.found.node, self.found.why = None, str(error)
 
         return run

@@ -109,9 +109,8 @@ class _Inspection:
     def _function(self, function: FunctionType) -> None:
         self._seen.add(id(function))
         code, found, names = function.__code__, function.__globals__, set()
-        cells = [
-            cell for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True) if name[0] != "_"
-        ]
+        pairs = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        cells = [cell for name, cell in pairs if name != "__class__"]
         if _trusted(found.get("__name__")):  # a decorator's, which may call a function of the user's
             self.value([cell.cell_contents for cell in cells if isinstance(cell.cell_contents, FunctionType)], "")
             return
@@ -125,10 +124,12 @@ class _Inspection:
                 raise NotNative(f"its code {_CHANGES.get(kind, 'sets')} {name!r}")
             if kind == "LOAD_GLOBAL" and name in found:
                 self._read(found, name)
-            elif name == "random" or (kind == "LOAD_GLOBAL" and not _is_builtin(name)):
-                raise NotNative(f"its code uses {name!r}")  # random: of NumPy, most likely
-            elif kind in ("LOAD_ATTR", "LOAD_METHOD"):
+            elif kind == "LOAD_GLOBAL" and not _is_builtin(name):
+                raise NotNative(f"its code uses {name!r}")
+            elif kind in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 names.add(name)
+        if "random" in names:  # of NumPy, most likely
+            raise NotNative("its code uses 'random'")
         new = names - self._names
         self._names |= new
         for space in tuple(self._spaces):
