@@ -62,7 +62,7 @@ BUDGETS = {
     "data/llm": (1700, 1560),
     "data/replay_buffers": (6920, 6560),
     "data/replay_buffers/service": (1530, 1470),
-    "testing": (1510, 1460),
+    "testing": (2180, 2000),
     "weight_update": (1325, 1275),
 }
 

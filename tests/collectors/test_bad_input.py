@@ -13,7 +13,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from tests.fakes.odd import EnvWithDynamicSpec
 from torch import nn
 
 from rollwright.collectors import Collector, Interruptor, SyncDataCollector
@@ -21,7 +20,7 @@ from rollwright.collectors.utils import restore_next, split_trajectories
 from rollwright.data import Bounded, Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
 from rollwright.errors import EnvError, EnvKeyError, PolicyError, PolicyKeyError
-from rollwright.testing.mocking_classes import CountingEnv
+from rollwright.testing.mocking_classes import CountingEnv, EnvWithDynamicSpec
 
 
 class Case(NamedTuple):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
-from tests.fakes.odd import EnvWithDynamicSpec
 from torch import nn
 from torch.distributions import OneHotCategorical
 
@@ -11,6 +10,7 @@ from rollwright.collectors import Collector, MultiAsyncCollector, MultiSyncColle
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.envs import CatFrames, Compose, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv
 from rollwright.modules import GRUModule
+from rollwright.testing.mocking_classes import EnvWithDynamicSpec
 
 FRAMES = {"frames_per_batch": 12, "total_frames": 240}
 BOUNDARIES = [("collector", "boundary"), ("collector", "boundaries")]

@@ -7,12 +7,16 @@ import json
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.fakes.odd import EnvWithDynamicSpec
 
 from rollwright.collectors import Interruptor
 from rollwright.collectors.utils import restore_next, split_trajectories
 from rollwright.envs import GymEnv, SerialEnv
-from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv, CountingEnvWithString
+from rollwright.testing.mocking_classes import (
+    CountingBatchedEnv,
+    CountingEnv,
+    CountingEnvWithString,
+    EnvWithDynamicSpec,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
 

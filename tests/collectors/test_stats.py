@@ -7,11 +7,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from tests.fakes.nested import MultiKeyCountingEnv, NestedCountingEnv
 
 from rollwright.collectors import MultiSyncCollector
 from rollwright.envs import GymEnv, SerialEnv
-from rollwright.testing.mocking_classes import CountingEnv
+from rollwright.testing.mocking_classes import CountingEnv, MultiKeyCountingEnv, NestedCountingEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
 

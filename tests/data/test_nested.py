@@ -12,14 +12,12 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
-from tests.fakes.nested import NestedCountingEnv
-from tests.fakes.odd import EnvWithDynamicSpec
 
 from rollwright.collectors import Collector
 from rollwright.collectors.utils import split_trajectories
 from rollwright.data.layout import MASK, NestedTrajectories, join_trajectories
 from rollwright.envs import GymEnv, GymWrapper
-from rollwright.testing.mocking_classes import CountingEnvWithString
+from rollwright.testing.mocking_classes import CountingEnvWithString, EnvWithDynamicSpec, NestedCountingEnv
 
 
 class Pixels(gymnasium.Env):

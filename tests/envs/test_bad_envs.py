@@ -8,14 +8,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
-from tests.fakes.nested import HeterogeneousCountingEnv, MultiKeyCountingEnv, NestedCountingEnv
-from tests.fakes.odd import EnvThatErrorsAfter10Iters
 
 from rollwright.collectors import Collector
 from rollwright.data import Bounded, Composite, Unbounded
 from rollwright.envs import EnvBase, check_env_specs
 from rollwright.errors import EnvError, EnvKeyError
-from rollwright.testing.mocking_classes import CountingEnv
+from rollwright.testing.mocking_classes import (
+    CountingEnv,
+    EnvThatErrorsAfter10Iters,
+    HeterogeneousCountingEnv,
+    MultiKeyCountingEnv,
+    NestedCountingEnv,
+)
 
 
 class Robot(EnvBase):

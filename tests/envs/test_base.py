@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
-from tests.fakes.nested import HeterogeneousCountingEnv, MultiAgentCountingEnv, MultiKeyCountingEnv, NestedCountingEnv
-from tests.fakes.odd import EnvWithDynamicSpec, EnvWithMetadata, StateLessCountingEnv
 
 from rollwright.data import Binary, Composite, NonTensor, Unbounded
 from rollwright.envs import EnvBase, StepCounter, TransformedEnv, check_env_specs
@@ -20,6 +18,13 @@ from rollwright.testing.mocking_classes import (
     CountingEnv,
     CountingEnvCountPolicy,
     CountingEnvWithString,
+    EnvWithDynamicSpec,
+    EnvWithMetadata,
+    HeterogeneousCountingEnv,
+    MultiAgentCountingEnv,
+    MultiKeyCountingEnv,
+    NestedCountingEnv,
+    StateLessCountingEnv,
 )
 
 

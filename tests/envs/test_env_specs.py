@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tests.fakes.nested import MultiKeyCountingEnv, NestedCountingEnv
-from tests.fakes.odd import EnvWithMetadata, MockBatchedUnLockedEnv, StateLessCountingEnv
 
 from rollwright.collectors import Collector
 from rollwright.data import Binary, Categorical, Composite, LazyTensorStorage, ListStorage, Unbounded
@@ -27,7 +25,15 @@ from rollwright.envs import (
 )
 from rollwright.errors import EnvError
 from rollwright.modules import RandomPolicy
-from rollwright.testing.mocking_classes import CountingEnv, CountingEnvWithString
+from rollwright.testing.mocking_classes import (
+    CountingEnv,
+    CountingEnvWithString,
+    EnvWithMetadata,
+    MockBatchedUnLockedEnv,
+    MultiKeyCountingEnv,
+    NestedCountingEnv,
+    StateLessCountingEnv,
+)
 
 
 class Bare(EnvBase):

@@ -9,15 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, lazy_stack
-from tests.fakes.nested import (
-    HeterogeneousCountingEnv,
-    HeterogeneousCountingEnvPolicy,
-    MockNestedResetEnv,
-    MultiAgentCountingEnv,
-    MultiKeyCountingEnv,
-    MultiKeyCountingEnvPolicy,
-    NestedCountingEnv,
-)
 
 from rollwright.collectors import Collector
 from rollwright.data import Binary, Composite, Unbounded
@@ -41,6 +32,13 @@ from rollwright.testing.mocking_classes import (
     CountingEnv,
     CountingEnvCountPolicy,
     CountingEnvWithString,
+    HeterogeneousCountingEnv,
+    HeterogeneousCountingEnvPolicy,
+    MockNestedResetEnv,
+    MultiAgentCountingEnv,
+    MultiKeyCountingEnv,
+    MultiKeyCountingEnvPolicy,
+    NestedCountingEnv,
 )
 
 

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, dense_stack_tds
-from tests.fakes.nested import HeterogeneousCountingEnv
-from tests.fakes.odd import EnvWithDynamicSpec
 
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import AsyncEnvPool, EnvBase, GymEnv, ParallelEnv, SerialEnv, TransformedEnv, check_env_specs
 from rollwright.envs._partial_reset import merge_reset
 from rollwright.envs.transforms import StepCounter
 from rollwright.errors import EnvError
+from rollwright.testing.mocking_classes import EnvWithDynamicSpec, HeterogeneousCountingEnv
 
 KINDS = {
     "serial": SerialEnv,

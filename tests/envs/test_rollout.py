@@ -7,18 +7,22 @@ from typing import Any
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
-from tests.fakes.nested import (
+from torch import nn
+
+from rollwright.envs import EnvBase
+from rollwright.testing.mocking_classes import (
+    CountingBatchedEnv,
+    CountingEnv,
+    CountingEnvCountPolicy,
+    EnvThatDoesNothing,
+    EnvWithDynamicSpec,
     HeterogeneousCountingEnv,
     MockNestedResetEnv,
     MultiKeyCountingEnv,
     MultiKeyCountingEnvPolicy,
     NestedCountingEnv,
+    StateLessCountingEnv,
 )
-from tests.fakes.odd import EnvThatDoesNothing, EnvWithDynamicSpec, StateLessCountingEnv
-from torch import nn
-
-from rollwright.envs import EnvBase
-from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv, CountingEnvCountPolicy
 
 LIMITS = torch.tensor([1, 3])
 

@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
-from tests.fakes.nested import HeterogeneousCountingEnv, MultiKeyCountingEnv, NestedCountingEnv
 
 from rollwright.envs import step_mdp
-from rollwright.testing.mocking_classes import CountingEnv, CountingEnvWithString
+from rollwright.testing.mocking_classes import (
+    CountingEnv,
+    CountingEnvWithString,
+    HeterogeneousCountingEnv,
+    MultiKeyCountingEnv,
+    NestedCountingEnv,
+)
 
 
 def step() -> TensorDict:

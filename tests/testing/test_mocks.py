@@ -5,37 +5,40 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.fakes.nested import (
-    HeterogeneousCountingEnv,
-    HeterogeneousCountingEnvPolicy,
-    MockNestedResetEnv,
-    MultiAgentCountingEnv,
-    MultiKeyCountingEnv,
-    MultiKeyCountingEnvPolicy,
-    NestedCountingEnv,
-)
-from tests.fakes.odd import (
-    DiscreteActionConvMockEnv,
-    EnvThatDoesNothing,
-    EnvThatErrorsAfter10Iters,
-    EnvWithDynamicSpec,
-    EnvWithMetadata,
-    FastImageEnv,
-    MockBatchedUnLockedEnv,
-    StateLessCountingEnv,
-    Str2StrEnv,
-)
 
 from rollwright.errors import EnvError, EnvKeyError
 from rollwright.testing import check_env, mocking_classes
 from rollwright.testing.mocking_classes import (
+    ActionObsMergeLinear,
+    ContinuousActionConvMockEnv,
     ContinuousActionVecMockEnv,
     CountingBatchedEnv,
     CountingEnv,
+    CountingEnvCountModule,
     CountingEnvCountPolicy,
     CountingEnvWithString,
+    DiscreteActionConvMockEnv,
     DiscreteActionVecMockEnv,
+    DiscreteActionVecPolicy,
+    EnvThatDoesNothing,
+    EnvThatErrorsAfter10Iters,
+    EnvWithDynamicSpec,
+    EnvWithMetadata,
+    EnvWithScalarAction,
+    FastImageEnv,
+    HeterogeneousCountingEnv,
+    HeterogeneousCountingEnvPolicy,
     IncrementingEnv,
+    MockBatchedLockedEnv,
+    MockBatchedUnLockedEnv,
+    MockNestedResetEnv,
+    MockSerialEnv,
+    MultiAgentCountingEnv,
+    MultiKeyCountingEnv,
+    MultiKeyCountingEnvPolicy,
+    NestedCountingEnv,
+    StateLessCountingEnv,
+    Str2StrEnv,
 )
 
 LIMITS = torch.tensor([2, 4])
@@ -47,11 +50,14 @@ MAKERS = {
     "counting-batched": lambda: CountingBatchedEnv(max_steps=LIMITS, batch_size=[2]),
     "counting-string": lambda: CountingEnvWithString(max_steps=3),
     "stateless": StateLessCountingEnv,
+    "serial": MockSerialEnv,
+    "locked": lambda: MockBatchedLockedEnv(batch_size=[2]),
     "unlocked": lambda: MockBatchedUnLockedEnv(batch_size=[2]),
     "discrete-vec": DiscreteActionVecMockEnv,
     "discrete-vec-2": lambda: DiscreteActionVecMockEnv(batch_size=[2], categorical_action_encoding=True),
     "discrete-conv": lambda: DiscreteActionConvMockEnv(batch_size=[2]),
     "continuous-vec": lambda: ContinuousActionVecMockEnv(batch_size=[2]),
+    "continuous-conv": lambda: ContinuousActionConvMockEnv(batch_size=[2], pixel_shape=[3, 5, 5]),
     "nested": lambda: NestedCountingEnv(max_steps=3, batch_size=[2]),
     "nested-root-done": lambda: NestedCountingEnv(max_steps=3, batch_size=[2], has_root_done=True),
     "nested-done-only": lambda: NestedCountingEnv(max_steps=3, nest_obs_action=False, nest_reward=False),
@@ -64,6 +70,8 @@ MAKERS = {
     "heterogeneous": lambda: HeterogeneousCountingEnv(max_steps=3, batch_size=[2]),
     "metadata": EnvWithMetadata,
     "dynamic": EnvWithDynamicSpec,
+    "scalar-action": EnvWithScalarAction,
+    "scalar-action-singleton": lambda: EnvWithScalarAction(singleton=True, batch_size=[2]),
     "nothing": lambda: EnvThatDoesNothing(batch_size=[2]),
     "strings": Str2StrEnv,
     "images": lambda: FastImageEnv(img_shape=(1, 4, 4), batch_size=[2]),
@@ -77,17 +85,20 @@ def test_every_fake_keeps_the_contract(name: str) -> None:
 
 @pytest.mark.parametrize(
     "make_env",
-    [CountingEnvWithString, Str2StrEnv, ContinuousActionVecMockEnv, StateLessCountingEnv],
+    [CountingEnvWithString, Str2StrEnv, ContinuousActionVecMockEnv, StateLessCountingEnv, MockSerialEnv],
 )
 def test_seeds_matter_where_something_is_random(make_env: type) -> None:
     check_env(make_env, num_steps=3, stochastic=True)
 
 
-def test_the_module_describes_what_it_exports() -> None:
+def test_module_exports_what_it_lists() -> None:
     assert mocking_classes.__all__ == sorted(mocking_classes.__all__)
-    for name in mocking_classes.__all__:
-        assert getattr(mocking_classes, name).__doc__
-        assert f"``{name}``" in (mocking_classes.__doc__ or "")
+    assert all(name in (mocking_classes.__doc__ or "") for name in MAKERS if hasattr(mocking_classes, name))
+    assert all(hasattr(mocking_classes, name) for name in mocking_classes.__all__)
+
+
+def test_every_fake_has_a_docstring() -> None:
+    assert all(getattr(mocking_classes, name).__doc__ for name in mocking_classes.__all__)
 
 
 # Counting -----------------------------------------------------------------------------------------
@@ -132,6 +143,13 @@ def test_counting_batched_env_refuses_other_shapes(wrong: dict[str, torch.Tensor
         CountingBatchedEnv(**{"max_steps": LIMITS, **wrong}, batch_size=[2])
 
 
+def test_counting_module_and_policy_agree() -> None:
+    spec = CountingEnv(batch_size=[2]).action_spec
+    action = CountingEnvCountModule(spec)(torch.zeros(()))
+    assert torch.equal(action, CountingEnvCountPolicy(spec)(TensorDict({}, [2]))["action"])
+    assert torch.equal(action, torch.ones(2, 1, dtype=torch.int8))
+
+
 def test_counting_policy_wants_the_spec_of_one_action() -> None:
     with pytest.raises(TypeError, match=r"expected the spec of one action, got a Composite"):
         CountingEnvCountPolicy(CountingEnv().full_action_spec)
@@ -168,8 +186,9 @@ def test_stateless_env_takes_any_batch_and_keeps_what_it_is_given() -> None:
 # Counters that go on over resets -----------------------------------------------------------------
 
 
-def test_mock_counters_start_at_the_seed_and_survive_resets() -> None:
-    env = MockBatchedUnLockedEnv()
+@pytest.mark.parametrize("make_env", [MockSerialEnv, MockBatchedLockedEnv, MockBatchedUnLockedEnv])
+def test_mock_counters_start_at_the_seed_and_survive_resets(make_env: type) -> None:
+    env = make_env()
     env.set_seed(20)  # 20 % 17 == 3
     assert env.reset()["observation"].item() == 3
     rollout = env.rollout(2, lambda td: td.set("action", torch.zeros(1)))
@@ -179,7 +198,7 @@ def test_mock_counters_start_at_the_seed_and_survive_resets() -> None:
 
 
 def test_mock_counters_end_a_hundred_steps_after_a_reset() -> None:
-    env = MockBatchedUnLockedEnv()
+    env = MockSerialEnv()
     env.set_seed(1)
     assert len(env.rollout(200)) == 100
     assert len(env.rollout(200)) == 101  # the limit is twice the count, once that exceeds a hundred more
@@ -192,13 +211,17 @@ def test_unlocked_mock_takes_the_batch_of_its_data() -> None:
     assert env.rand_step(td)["next", "reward"].shape == (4, 1)
 
 
+def test_locked_mock_refuses_another_batch() -> None:
+    with pytest.raises(EnvError, match=r"batch size \[2\], got \[4\]"):
+        MockBatchedLockedEnv(batch_size=[2]).reset(TensorDict({}, [4]))
+
+
 # Vectors and images -------------------------------------------------------------------------------
 
 
-def test_discrete_env_starts_at_its_counter_and_is_moved_by_its_actions() -> None:
+def test_discrete_env_starts_at_its_counter_and_is_moved_by_the_policy() -> None:
     env = DiscreteActionVecMockEnv(seed=2)
-    actions = iter(torch.eye(7, dtype=torch.int64))
-    rollout = env.rollout(3, lambda td: td.set("action", next(actions)))
+    rollout = env.rollout(3, DiscreteActionVecPolicy())
     assert rollout["observation"][0].tolist() == [3.0] * 7
     assert rollout["action"].argmax(-1).tolist() == [0, 1, 2]
     assert torch.allclose(rollout["next", "observation"][-1].sum(), torch.tensor(21.03))
@@ -236,9 +259,17 @@ def test_continuous_env_moves_by_a_hundredth_and_ends_at_its_counter() -> None:
     assert ended["reward"].item() == 1.0
 
 
-def test_vector_envs_take_other_dtypes() -> None:
+def test_continuous_conv_env_takes_other_images() -> None:
+    env = ContinuousActionConvMockEnv(pixel_shape=[3, 5, 5])
+    assert env.action_spec.shape == (5,)
+    assert env.rollout(2)["next", "pixels"].shape == (2, 3, 5, 5)
+
+
+def test_vector_envs_take_other_specs_and_dtypes() -> None:
     env = ContinuousActionVecMockEnv(dtype=torch.float64, batch_size=[2])
     assert env.rollout(2)["next", "reward"].dtype == torch.float64
+    assert (env.custom_fun(), env.custom_attr, env.custom_prop) == (0, 1, 2)
+    assert env.custom_td["a"].shape == (3,)
 
 
 # Nests and agents ---------------------------------------------------------------------------------
@@ -336,6 +367,11 @@ def test_dynamic_observations_grow() -> None:
     assert rollout["next", "truncated"].flatten().tolist() == [False, False, True]
 
 
+def test_scalar_actions_have_the_shape_of_the_batch() -> None:
+    assert EnvWithScalarAction().rollout(3)["action"].shape == (3,)
+    assert EnvWithScalarAction(singleton=True).rollout(3)["action"].shape == (3, 1)
+
+
 def test_nothing_comes_of_doing_nothing() -> None:
     rollout = EnvThatDoesNothing().rollout(3)
     assert {*rollout.keys(True, True)} == {
@@ -361,6 +397,10 @@ def test_image_env_shows_one_image() -> None:
     one, other = (FastImageEnv(img_shape=(1, 2, 2), batch_size=[2]).rollout(2) for _ in range(2))
     assert torch.equal(one["pixels"], other["next", "pixels"])
     assert (one["next", "reward"] == 1).all()
+
+
+def test_merge_linear_puts_observation_and_action_side_by_side() -> None:
+    assert ActionObsMergeLinear(5, 2)(torch.zeros(3, 4), torch.zeros(3, 1)).shape == (3, 2)
 
 
 # What they refuse ---------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.fakes.nested import NestedCountingEnv
 from tests.variants import in_turn
 
 from rollwright.collectors import Collector, Interruptor
@@ -21,7 +20,7 @@ from rollwright.data import (
     TensorDictReplayBuffer,
 )
 from rollwright.envs import GymEnv, SerialEnv
-from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv
+from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv, NestedCountingEnv
 
 ENVS = {
     "single": lambda: GymEnv("CartPole-v1"),

@@ -35,7 +35,7 @@ from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedE
 from rollwright.envs.transforms import Compose, InitTracker, RewardSum, StepCounter, TensorDictPrimer, VecNorm
 from rollwright.errors import NotNative
 from rollwright.testing.mocking_classes import CountingEnvWithString
-from tests.fakes.nested import NestedCountingEnv
+from rollwright.testing.mocking_classes import NestedCountingEnv
 
 class Streams(EnvBase):
     "Draws from the global generators of NumPy, of Python and of torch."

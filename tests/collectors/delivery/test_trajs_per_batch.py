@@ -9,8 +9,6 @@ import warnings
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.fakes.nested import NestedCountingEnv
-from tests.fakes.odd import EnvWithDynamicSpec
 from tests.variants import in_turn
 
 from rollwright.collectors import Collector, Interruptor
@@ -18,7 +16,7 @@ from rollwright.collectors.delivery.assembler import TrajectoryAssembler
 from rollwright.collectors.delivery.rows import HeldBatch, RowRange, concatenate, pad
 from rollwright.collectors.utils import split_trajectories
 from rollwright.envs import GymEnv, SerialEnv
-from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv
+from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv, EnvWithDynamicSpec, NestedCountingEnv
 
 ENVS = {
     "single": lambda: GymEnv("CartPole-v1"),

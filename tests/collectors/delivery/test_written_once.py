@@ -35,8 +35,8 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name == "copy_":
-            self.copied[args[0].untyped_storage().data_ptr()] += args[0].nbytes
+        for target in args[0] if name == "_foreach_copy_" else args[:1] if name == "copy_" else ():
+            self.copied[target.untyped_storage().data_ptr()] += target.nbytes
         out = func(*args, **(kwargs or {}))
         if name in ("clone", "cat", "stack", "index_select", "_to_copy"):
             self.copied[out.untyped_storage().data_ptr()] += out.nbytes

@@ -8,18 +8,21 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict
 from tensordict.nn import TensorDictModule
-from tests.fakes.nested import (
+from torch import nn
+
+from rollwright.envs import GymEnv, SerialEnv
+from rollwright.testing.mocking_classes import (
+    CountingBatchedEnv,
+    CountingEnv,
+    CountingEnvWithString,
+    EnvWithDynamicSpec,
+    EnvWithMetadata,
     HeterogeneousCountingEnv,
     HeterogeneousCountingEnvPolicy,
     MultiKeyCountingEnv,
     MultiKeyCountingEnvPolicy,
     NestedCountingEnv,
 )
-from tests.fakes.odd import EnvWithDynamicSpec, EnvWithMetadata
-from torch import nn
-
-from rollwright.envs import GymEnv, SerialEnv
-from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv, CountingEnvWithString
 
 CARTPOLE = {
     "single": (lambda: GymEnv("CartPole-v1"), ()),

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.fakes.nested import MultiKeyCountingEnv, NestedCountingEnv
-from tests.fakes.odd import FastImageEnv
 from tests.variants import in_turn
 
 from rollwright.collectors import MultiSyncCollector
 from rollwright.collectors.utils import restore_next
 from rollwright.data import Composite, Unbounded
 from rollwright.envs import GymEnv, SerialEnv
-from rollwright.testing.mocking_classes import CountingBatchedEnv
+from rollwright.testing.mocking_classes import CountingBatchedEnv, FastImageEnv, MultiKeyCountingEnv, NestedCountingEnv
 
 ENVS = {
     "single": lambda: GymEnv("CartPole-v1"),

@@ -7,18 +7,20 @@ import json
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, is_non_tensor
-from tests.fakes.nested import (
+
+from rollwright.collectors import Collector, Interruptor
+from rollwright.collectors.utils import restore_next, split_trajectories
+from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
+from rollwright.testing.mocking_classes import (
+    CountingEnv,
+    CountingEnvWithString,
+    EnvWithDynamicSpec,
+    EnvWithMetadata,
     HeterogeneousCountingEnv,
     HeterogeneousCountingEnvPolicy,
     MultiKeyCountingEnv,
     NestedCountingEnv,
 )
-from tests.fakes.odd import EnvWithDynamicSpec, EnvWithMetadata
-
-from rollwright.collectors import Collector, Interruptor
-from rollwright.collectors.utils import restore_next, split_trajectories
-from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
-from rollwright.testing.mocking_classes import CountingEnv, CountingEnvWithString
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*split_trajs=True pads")
 

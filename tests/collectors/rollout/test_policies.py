@@ -11,14 +11,13 @@ from tensordict.nn import (
     TensorDictModule,
     TensorDictSequential,
 )
-from tests.fakes.nested import MultiKeyCountingEnv
 from torch import distributions, nn
 
 from rollwright.data import Unbounded
 from rollwright.envs import ExplorationType, GymEnv, SerialEnv, TensorDictPrimer, TransformedEnv
 from rollwright.errors import PolicyKeyError
 from rollwright.modules import RandomPolicy
-from rollwright.testing.mocking_classes import CountingEnv
+from rollwright.testing.mocking_classes import CountingEnv, MultiKeyCountingEnv
 
 PENDULUM = {"single": lambda: GymEnv("Pendulum-v1"), "batch": lambda: SerialEnv(2, lambda: GymEnv("Pendulum-v1"))}
 

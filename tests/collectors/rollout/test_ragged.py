@@ -10,7 +10,6 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 from tests.collectors.dialogs import Answers, Dialog, Words, frames_of
-from tests.fakes.odd import Str2StrEnv
 from tests.variants import in_turn
 from torch import nn
 
@@ -19,7 +18,7 @@ from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, M
 from rollwright.data.layout import split_trajectories
 from rollwright.envs import AsyncEnvPool, GymEnv, ParallelEnv, SerialEnv, step_mdp
 from rollwright.errors import PolicyError, PolicyKeyError
-from rollwright.testing.mocking_classes import CountingEnv
+from rollwright.testing.mocking_classes import CountingEnv, Str2StrEnv
 
 IDS = ("collector", "traj_ids")
 FORMS = ["in place", "rows", "new"]

@@ -11,13 +11,12 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 from tests.collectors.workers.envs import EPISODE, IDENT, IDS, gain, makers, pixels, tallies, tally
 from tests.collectors.workers.frames import check, flat, per_worker
-from tests.fakes.odd import EnvWithDynamicSpec
 from tests.variants import in_turn, one_quick
 
 from rollwright.collectors import BaseCollector, Collector
 from rollwright.envs import GymEnv
 from rollwright.modules import RandomPolicy
-from rollwright.testing.mocking_classes import CountingEnvWithString
+from rollwright.testing.mocking_classes import CountingEnvWithString, EnvWithDynamicSpec
 
 KINDS = ["sync", "async"]
 

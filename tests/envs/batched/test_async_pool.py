@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
-from tests.fakes.nested import NestedCountingEnv
 from tests.variants import in_turn
 
 from rollwright.collectors import Collector
@@ -27,7 +26,13 @@ from rollwright.envs import (
 )
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.testing.comparison import differing_key
-from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv, CountingEnvWithString, IncrementingEnv
+from rollwright.testing.mocking_classes import (
+    CountingBatchedEnv,
+    CountingEnv,
+    CountingEnvWithString,
+    IncrementingEnv,
+    NestedCountingEnv,
+)
 
 BACKENDS = ["threading", "multiprocessing"]
 backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tests.fakes.nested import HeterogeneousCountingEnv
 from tests.patience import patient
 from tests.variants import in_turn
 
@@ -25,6 +24,7 @@ from rollwright.envs.arrays import array_form
 from rollwright.envs.batched.parallel import ParallelEnv
 from rollwright.errors import EnvError, WorkerError
 from rollwright.modules import RandomPolicy
+from rollwright.testing.mocking_classes import HeterogeneousCountingEnv
 
 TIMEOUT_S = 1.0
 

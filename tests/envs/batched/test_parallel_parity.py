@@ -13,8 +13,6 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
-from tests.fakes.nested import HeterogeneousCountingEnv, MultiKeyCountingEnv, NestedCountingEnv
-from tests.fakes.odd import EnvThatDoesNothing, EnvWithDynamicSpec, EnvWithMetadata
 
 from rollwright.collectors import Collector
 from rollwright.data import Unbounded
@@ -25,7 +23,17 @@ from rollwright.envs.transforms import Compose, InitTracker, RewardSum, StepCoun
 from rollwright.errors import EnvError, NotNative
 from rollwright.modules import RandomPolicy
 from rollwright.testing import check_env
-from rollwright.testing.mocking_classes import CountingBatchedEnv, CountingEnv, CountingEnvWithString
+from rollwright.testing.mocking_classes import (
+    CountingBatchedEnv,
+    CountingEnv,
+    CountingEnvWithString,
+    EnvThatDoesNothing,
+    EnvWithDynamicSpec,
+    EnvWithMetadata,
+    HeterogeneousCountingEnv,
+    MultiKeyCountingEnv,
+    NestedCountingEnv,
+)
 
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
 

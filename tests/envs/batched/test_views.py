@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.fakes.odd import EnvWithDynamicSpec
 
 from rollwright.collectors import Collector
 from rollwright.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, TransformedEnv
 from rollwright.envs.transforms import StepCounter
 from rollwright.errors import EnvError
-from rollwright.testing.mocking_classes import CountingEnv, CountingEnvWithString
+from rollwright.testing.mocking_classes import CountingEnv, CountingEnvWithString, EnvWithDynamicSpec
 
 KINDS = {"serial": SerialEnv, "parallel": ParallelEnv}
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
-from tests.fakes.nested import HeterogeneousCountingEnv
 from tests.patience import patient
 from tests.programs import Programs
 
@@ -25,7 +24,7 @@ from rollwright.envs.checkpoint import load_env, save_env
 from rollwright.envs.libs import EnvPoolEnv
 from rollwright.envs.transforms import ActionMask, CatFrames, StepCounter, Transform, VecNorm
 from rollwright.errors import EnvError
-from rollwright.testing.mocking_classes import CountingEnv
+from rollwright.testing.mocking_classes import CountingEnv, HeterogeneousCountingEnv
 
 # Both processes import this file. `run` steps and resets; it returns what a user sees, and the last data.
 MAKERS = """

@@ -15,12 +15,12 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
-from tests.fakes.nested import HeterogeneousCountingEnv
 
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymWrapper, ParallelEnv, SerialEnv, StepCounter, TransformedEnv
 from rollwright.envs.arrays import array_form
 from rollwright.errors import EnvError
+from rollwright.testing.mocking_classes import HeterogeneousCountingEnv
 
 
 class Walk(gymnasium.Env):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.fakes.nested import MultiAgentCountingEnv, MultiKeyCountingEnv, NestedCountingEnv
-from tests.fakes.odd import StateLessCountingEnv
 
 from rollwright.data import Composite, Unbounded
 from rollwright.envs import (
@@ -19,7 +17,13 @@ from rollwright.envs import (
     check_env_specs,
 )
 from rollwright.errors import EnvError
-from rollwright.testing.mocking_classes import CountingEnv
+from rollwright.testing.mocking_classes import (
+    CountingEnv,
+    MultiAgentCountingEnv,
+    MultiKeyCountingEnv,
+    NestedCountingEnv,
+    StateLessCountingEnv,
+)
 
 
 def rows(rollout, key):

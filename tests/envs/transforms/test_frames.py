@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.fakes.odd import DiscreteActionConvMockEnv
 
 from rollwright.data import Bounded, Unbounded
 from rollwright.envs import CatFrames, Compose, GymEnv, ObservationNorm, RewardSum, TransformedEnv, check_env_specs
 from rollwright.errors import EnvError
+from rollwright.testing.mocking_classes import DiscreteActionConvMockEnv
 
 
 def climb(env, steps, policy):

@@ -6,14 +6,6 @@ import itertools
 
 import pytest
 import torch
-from tests.fakes.nested import HeterogeneousCountingEnv, MultiAgentCountingEnv, MultiKeyCountingEnv, NestedCountingEnv
-from tests.fakes.odd import (
-    DiscreteActionConvMockEnv,
-    EnvThatDoesNothing,
-    EnvWithDynamicSpec,
-    EnvWithMetadata,
-    Str2StrEnv,
-)
 
 from rollwright.data import Unbounded
 from rollwright.envs import (
@@ -36,7 +28,16 @@ from rollwright.testing.mocking_classes import (
     CountingBatchedEnv,
     CountingEnv,
     CountingEnvWithString,
+    DiscreteActionConvMockEnv,
     DiscreteActionVecMockEnv,
+    EnvThatDoesNothing,
+    EnvWithDynamicSpec,
+    EnvWithMetadata,
+    HeterogeneousCountingEnv,
+    MultiAgentCountingEnv,
+    MultiKeyCountingEnv,
+    NestedCountingEnv,
+    Str2StrEnv,
 )
 
 ENVIRONMENTS = {

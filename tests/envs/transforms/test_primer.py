@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.fakes.nested import NestedCountingEnv
 
 from rollwright.data import Bounded, Categorical, Composite, NonTensor, Unbounded
 from rollwright.envs import Compose, InitTracker, StepCounter, TensorDictPrimer, TransformedEnv, check_env_specs
 from rollwright.errors import EnvError, SpecError
-from rollwright.testing.mocking_classes import CountingEnv
+from rollwright.testing.mocking_classes import CountingEnv, NestedCountingEnv
 
 
 def recurrent(td):

@@ -7,10 +7,9 @@ import copy
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.fakes.nested import NestedCountingEnv
 
 from rollwright.envs import Compose, ObservationNorm, TransformedEnv, VecNorm, VecNormV2, check_env_specs
-from rollwright.testing.mocking_classes import ContinuousActionVecMockEnv, CountingEnv
+from rollwright.testing.mocking_classes import ContinuousActionVecMockEnv, CountingEnv, NestedCountingEnv
 
 
 def reference(batches, decay, eps=1e-4):

@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.fakes.nested import NestedCountingEnv
 
 from rollwright.envs import (
     Compose,
@@ -21,6 +20,7 @@ from rollwright.envs import (
     VecNormV2,
     check_env_specs,
 )
+from rollwright.testing.mocking_classes import NestedCountingEnv
 
 
 def push(td):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tests.fakes.nested import NestedCountingEnv
 
 from rollwright.data import Bounded
 from rollwright.envs import (
@@ -20,6 +19,7 @@ from rollwright.envs import (
     TransformedEnv,
     check_env_specs,
 )
+from rollwright.testing.mocking_classes import NestedCountingEnv
 
 
 class Film(gymnasium.Env):

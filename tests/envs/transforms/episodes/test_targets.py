@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.fakes.nested import NestedCountingEnv
 
 from rollwright.envs import (
     Compose,
@@ -16,6 +15,7 @@ from rollwright.envs import (
     TransformedEnv,
     check_env_specs,
 )
+from rollwright.testing.mocking_classes import NestedCountingEnv
 
 
 def push(td):

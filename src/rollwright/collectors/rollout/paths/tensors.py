@@ -40,13 +40,14 @@ class Rows:
 
     def __init__(self, block: BatchMemory, time: int, keys: Iterable[tuple[NestedKey, NestedKey]]) -> None:
         kept = [(key, block.memory[at]) for key, at in keys if at in block.memory]
-        self._keys = [key for key, _ in kept]
-        self._rows = list(zip(*(memory.unbind(time) for _, memory in kept), strict=True))
+        self._keys, self._memory = [key for key, _ in kept], [memory for _, memory in kept]
+        self._time = time
 
     def write(self, t: int, values: Mapping[NestedKey, Tensor]) -> None:
         """Copy the values of time ``t``, in one call."""
         if self._keys:
-            torch._foreach_copy_(self._rows[t], [values[key] for key in self._keys])
+            rows = [memory.select(self._time, t) for memory in self._memory]
+            torch._foreach_copy_(rows, [values[key] for key in self._keys])
 
 
 class TensorPath(Path):

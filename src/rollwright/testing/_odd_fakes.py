@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch import nn
 
-from rollwright.data.specs import Bounded, Categorical, Composite, NonTensor, Unbounded
+from rollwright.data.specs import Bounded, Categorical, Composite, NonTensor, TensorSpec, Unbounded
 from rollwright.envs.base import EnvBase
 from rollwright.errors import EnvError
-from rollwright.testing.mocking_classes import DiscreteActionVecMockEnv, RandomStrings, UnseededEnv, check_actions
+from rollwright.testing._fakes import (
+    RandomStrings,
+    UnseededEnv,
+    check_actions,
+)
 
 
 class StateLessCountingEnv(UnseededEnv):
@@ -214,44 +219,42 @@ class FastImageEnv(UnseededEnv):
         return self._reset().update({"reward": ones, "done": flags})
 
 
-class DiscreteActionConvMockEnv(DiscreteActionVecMockEnv):
-    """:class:`DiscreteActionVecMockEnv` with its numbers on the diagonal of ``pixels`` ``[1, 7, 7]``."""
+class MockBatchedLockedEnv(EnvBase):
+    """Counts the steps since it was seeded, one count for the whole batch; for seeds and batch sizes.
 
-    out_key = "pixels"
-    _out_key = "pixels_orig"
-
-    def _observation_shape(self) -> tuple[int, ...]:
-        return (1, self.size, self.size)
-
-    def _get_in_obs(self, obs: torch.Tensor) -> torch.Tensor:
-        return obs.diagonal(0, -1, -2)
-
-    def _get_out_obs(self, obs: torch.Tensor) -> torch.Tensor:
-        return obs.diag_embed()
-
-
-class MockBatchedUnLockedEnv(EnvBase):
-    """Counts the steps since it was seeded, one count for the whole batch, whose size is that of the data it is given.
-
-    The count starts at ``seed % 17`` and is both observation and reward; a reset does not set it back. Done when it
-    reaches ``max(c + 100, 2 * c)``, where ``c`` is the count at the last reset.
+    The count starts at ``seed % 17`` and is both observation and reward; a reset does not set it back.
+    Done when it reaches ``max(c + 100, 2 * c)``, where ``c`` is the count at the last reset.
     """
 
-    batch_locked = False
-
-    def __init__(self, batch_size: Sequence[int] = ()) -> None:
-        super().__init__(device="cpu", batch_size=tuple(batch_size))
+    def __init__(
+        self,
+        device: torch.device | str | None = "cpu",
+        batch_size: torch.Size | tuple[int, ...] | list[int] | None = None,
+        *,
+        observation_spec: Composite | None = None,
+        action_spec: TensorSpec | None = None,
+        state_spec: Composite | None = None,
+        reward_spec: TensorSpec | None = None,
+        done_spec: TensorSpec | None = None,
+    ) -> None:
+        super().__init__(device=device, batch_size=batch_size)
         shape = (*self.batch_size, 1)
-        self.observation_spec = Composite(observation=Unbounded(shape), shape=self.batch_size)
-        self.state_spec = self.observation_spec.clone()
-        self.action_spec, self.reward_spec = Unbounded(shape), Unbounded(shape)
-        self.done_spec = Categorical(2, shape=shape, dtype=torch.bool)
-        self._set_seed(0)
+        counted = Composite(observation=Unbounded(shape, dtype=torch.get_default_dtype()), shape=self.batch_size)
+        self.observation_spec = counted if observation_spec is None else observation_spec
+        self.state_spec = self._default_state(counted) if state_spec is None else state_spec
+        self.action_spec = Unbounded(shape) if action_spec is None else action_spec
+        self.reward_spec = Unbounded(shape, dtype=torch.get_default_dtype()) if reward_spec is None else reward_spec
+        self.done_spec = Categorical(2, shape=shape, dtype=torch.bool) if done_spec is None else done_spec
+        self.counter = 0
+        self.max_val = 100
+
+    def _default_state(self, counted: Composite) -> Composite:
+        return counted
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
             self.counter = seed % 17
-            self.max_val = self.counter + 100
+            self.max_val = max(self.counter + 100, self.counter * 2)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self.max_val = max(self.counter + 100, self.counter * 2)
@@ -264,6 +267,73 @@ class MockBatchedUnLockedEnv(EnvBase):
         return counted.set("reward", counted["observation"].clone())
 
     def _count(self, batch: torch.Size) -> TensorDict:
+        shape = (*batch, *self.full_observation_spec["observation"].shape[self.ndim :])
+        observation = torch.full(shape, float(self.counter), dtype=torch.get_default_dtype())
         done = torch.full((*batch, 1), self.counter >= self.max_val)
-        observation = torch.full((*batch, 1), float(self.counter))
-        return TensorDict({"observation": observation, "done": done, "terminated": done.clone()}, batch)
+        fields = {"observation": observation, "done": done, "terminated": done.clone()}
+        return TensorDict(fields, batch, device=self.device)
+
+
+class MockSerialEnv(MockBatchedLockedEnv):
+    """:class:`MockBatchedLockedEnv` without a batch or a state; for tests of environments one by one."""
+
+    def _default_state(self, counted: Composite) -> Composite:
+        return Composite(shape=self.batch_size)
+
+
+class MockBatchedUnLockedEnv(MockBatchedLockedEnv):
+    """:class:`MockBatchedLockedEnv` that takes the batch size of the data it is given."""
+
+    batch_locked = False
+
+
+class EnvWithScalarAction(UnseededEnv):
+    """Takes actions of shape ``batch_size``, or with ``singleton`` of ``[*batch, 1]``; never done."""
+
+    def __init__(self, singleton: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.singleton = singleton
+        batch = self.batch_size
+        self.action_spec = Bounded(-1.0, 1.0, shape=(*batch, 1) if singleton else batch)
+        self.observation_spec = Composite(observation=Unbounded((*batch, 3)), shape=batch)
+        self.done_spec = Unbounded((*batch, 1), dtype=torch.bool)
+        self.add_truncated_keys()
+        self.reward_spec = Unbounded((*batch, 1))
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        return self._observe()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        check_actions(self, tensordict)
+        zeros = torch.zeros((*self.batch_size, 1), device=self.device)
+        return self._observe().update({"reward": zeros, "done": zeros.bool()})
+
+    def _observe(self) -> TensorDict:
+        seen = torch.randn((*self.batch_size, 3), device=self.device)
+        return TensorDict({"observation": seen}, self.batch_size, device=self.device)
+
+
+class ActionObsMergeLinear(nn.Module):
+    """A linear layer on action and observation side by side, as in a critic of both."""
+
+    def __init__(self, in_size: int, out_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_size, out_size)
+
+    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """``[..., in_size]`` in two parts to ``[..., out_size]``."""
+        out: torch.Tensor = self.linear(torch.cat([observation, action], dim=-1))
+        return out
+
+
+class CountingEnvCountModule(nn.Module):
+    """The action 1, whatever the input: :class:`CountingEnvCountPolicy` as a plain module."""
+
+    def __init__(self, action_spec: TensorSpec) -> None:
+        super().__init__()
+        self.action_spec = action_spec
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        """The action."""
+        ones: torch.Tensor = self.action_spec.zero() + 1
+        return ones

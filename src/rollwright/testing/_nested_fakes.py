@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from rollwright._keys import NestedKey
 from rollwright.data.specs import Binary, Bounded, Categorical, Composite, OneHot, TensorSpec, Unbounded, stack
-from rollwright.testing.mocking_classes import CountingEnv, UnseededEnv, check_action, check_actions, reset_rows
+from rollwright.testing._fakes import CountingEnv, UnseededEnv, check_action, check_actions, reset_rows
 
 
 class NestedCountingEnv(CountingEnv):
