@@ -3,7 +3,7 @@
 Sides: the simulator alone (random actions made before, what has ended is reset, nothing is kept); a loop by hand, as
 those of CleanRL and rsl_rl: the simulator, a policy, and rows of a batch on the device (for Brax and gymnax with the
 simulator's own resets, which lose last observations); our collector; and TorchRL's, where it is installed. Frames per
-second of wall time, with all work of the device waited for, the sides in turn; medians.
+second of processor time on a CPU, of wall time on a GPU with all of its work waited for, the sides in turn; medians.
 
     python benchmarks/simulators.py vmas brax gymnax --num-envs 64 1024 --device cpu
 """
@@ -15,13 +15,14 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
-LIMIT, BRAX, VMAS, GYMNAX = 100, "ant", "balance", "Pendulum-v1"
+LIMIT, BRAX, VMAS, GYMNAX = 100, "inverted_pendulum", "balance", "Pendulum-v1"
 
 
 class Simulator(NamedTuple):
@@ -65,7 +66,7 @@ def jax_alone(kind: str, num: int, device: str) -> Simulator:
     if kind == "brax":
         from brax import envs
 
-        env: Any = envs.training.wrap(envs.get_environment(BRAX), episode_length=LIMIT)
+        env: Any = envs.training.wrap(envs.get_environment(BRAX, backend="spring"), episode_length=LIMIT)
         begin, act = jax.jit(env.reset), jax.jit(env.step)
         size = env.action_size
     else:
@@ -136,15 +137,15 @@ def by_hand(kind: str, num: int, steps: int, device: str) -> Iterator[None]:
         yield
 
 
-def ours(kind: str, num: int, steps: int, device: str) -> Iterator[None]:
+def ours(kind: str, num: int, steps: int, device: str, together: bool = False) -> Iterator[None]:
     from rollwright.collectors import Collector
     from rollwright.envs import BraxEnv, GymnaxWrapper, VmasEnv
 
     env: Any
     if kind == "vmas":
-        env = VmasEnv(VMAS, num, max_steps=LIMIT, device=device, seed=0)
+        env = VmasEnv(VMAS, num, max_steps=LIMIT, device=device, seed=0, reset_together=together)
     elif kind == "brax":
-        env = BraxEnv(BRAX, num, episode_length=LIMIT, device=device)
+        env = BraxEnv(BRAX, num, episode_length=LIMIT, device=device, backend="spring")
     else:
         import gymnax
 
@@ -154,15 +155,15 @@ def ours(kind: str, num: int, steps: int, device: str) -> Iterator[None]:
 
 
 def torchrl(kind: str, num: int, steps: int, device: str) -> Iterator[None]:
-    from torchrl.collectors import SyncDataCollector
+    from torchrl.collectors import Collector
     from torchrl.envs import BraxEnv, VmasEnv
 
     env: Any
     if kind == "vmas":
-        env = VmasEnv(VMAS, num, max_steps=LIMIT, device=device, seed=0)
+        env = VmasEnv(VMAS, num_envs=num, max_steps=LIMIT, device=device, seed=0)
     else:
-        env = BraxEnv(BRAX, batch_size=[num], device=device)
-    yield from collected(SyncDataCollector, env, kind, num * steps, device)
+        env = BraxEnv(BRAX, batch_size=[num], device=device, backend="spring")
+    yield from collected(Collector, env, kind, num * steps, device)
 
 
 def collected(collector: Any, env: Any, kind: str, frames: int, device: str) -> Iterator[None]:
@@ -175,20 +176,22 @@ def collected(collector: Any, env: Any, kind: str, frames: int, device: str) -> 
 
 
 SIDES = {"simulator": simulate, "by hand": by_hand, "ours": ours, "torchrl": torchrl}
+SIDES["together"] = partial(ours, together=True)  # of VMAS: what has ended is reset at once
 
 
 def measure(kind: str, num: int, steps: int, rounds: int, device: str, names: list[str]) -> dict[str, float]:
     """Median frames a second of each side."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
     sides = {name: SIDES[name](kind, num, steps, device) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds + 1):
         for name, side in sides.items():
-            begun = time.perf_counter()
+            begun = clock()
             next(side)
             if device != "cpu":
                 torch.cuda.synchronize()
             if i:  # the first compiles
-                times[name].append(time.perf_counter() - begun)
+                times[name].append(clock() - begun)
     return {name: num * steps / statistics.median(found) for name, found in times.items()}
 
 

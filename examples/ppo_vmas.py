@@ -131,7 +131,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     begun = time.perf_counter()
-    env = VmasEnv(given.scenario, given.num_envs, max_steps=100, device=given.device, clamp_actions=True)
+    options = {"max_steps": 100, "clamp_actions": True, "reset_together": True}
+    env = VmasEnv(given.scenario, given.num_envs, device=given.device, **options)
     rewards = train(env, Keys(), given.seed, given.total_frames, given.device)
     last = rewards[-5:]
     print(f"reward {rewards[0]:.3f} -> {sum(last) / len(last):.3f} in {time.perf_counter() - begun:.0f} s")
