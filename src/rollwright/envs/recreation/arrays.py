@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
+from rollwright.envs._partial_reset import merge_reset
 from rollwright.envs.arrays import (
     ArrayEnv,
     Entry,
@@ -17,12 +19,10 @@ from rollwright.envs.arrays import (
     Values,
     array_form,
     check_flags,
-    check_open,
-    constant,
     refuse_overrides,
 )
 from rollwright.envs.wrapper import WrapperArrays
-from rollwright.errors import EnvError, NotNative, RollwrightError
+from rollwright.errors import EnvError, NotNative
 
 if TYPE_CHECKING:
     from rollwright.envs.recreation.env import RecreatedEnv
@@ -38,8 +38,14 @@ class RecreatedArrays(WrapperArrays):
     def __init__(self, env: RecreatedEnv) -> None:
         refuse_overrides(env, type(env))
         check_flags(env)
-        super().__init__(array_form(env.base_env))
+        super().__init__(array_form(env.base_env, unfit=True))
         self.env, self._of = env, env.base_env
+        self._forms: Mapping[NestedKey, Entry] = {}  # of roots
+
+    def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
+        """See :meth:`ArrayEnv.see_roots`."""
+        self._forms = forms
+        super().see_roots(forms)
 
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
@@ -56,70 +62,56 @@ class RecreatedArrays(WrapperArrays):
         if self._of is not env:
             ahead = self._base.resets_ahead
             try:
-                self._base = array_form(env)
+                self._base = array_form(env, unfit=True)
             except NotNative as reason:
                 raise EnvError(
                     f"create_env_fn: it made {env} in the place of one on arrays, and this one is not: {reason}. With "
                     "on_env_failure='recreate', make environments of one kind."
                 ) from reason
             self._of, self._base.resets_ahead = env, ahead
+            self._base.see_roots(self._forms)
         return self._base
 
     def step(self, root: Values, preset: Values) -> Values:
         """See :meth:`ArrayEnv.step`."""
-        env = self.env
-        check_open(env, "step")
-        if not env.awaits_reset:
-            try:
-                out = self._form().step(root, preset)
-            except RollwrightError as error:
-                if env.last_observed is None or not root.keys() >= set(self.reads):
-                    raise
-                env.recreate(error)
-            else:
-                env.note_step(out)
-                return out
-        env.note_end()
-        return self._missed()
+        return self.env.step_with(
+            lambda: self._form().step(root, preset), self._missed, lambda: root.keys() >= set(self.reads)
+        )
 
     def _missed(self) -> Values:
         """The outcome of a step that was none."""
-        last = self._last()
-        out: Values = {key: np.array(last[key])[()] for key in self.entries}
-        out.update({key: constant(entry, 0) for key, entry in self.rewards.items()})
+        out = self._values(self.env.missed(), {**self.entries, **self.rewards})
         for flag, value in (("done", True), ("terminated", False), ("truncated", True)):
             out[flag] = np.full(self.batch, value)[()]
         return out
 
-    def _last(self) -> Values:
-        last = self.env.last_observed
-        if not isinstance(last, TensorDictBase):
-            return cast(Values, last)
-        return {key: _row_form(cast(torch.Tensor, last.get(key)), entry) for key, entry in self.entries.items()}
+    def _values(self, td: TensorDictBase, entries: Mapping[NestedKey, Entry]) -> Values:
+        out: Values = {}
+        for key, entry in entries.items():
+            array = cast(torch.Tensor, td.get(key)).numpy()
+            out[key] = array.reshape(array.shape[:-1])[()] if entry.column else array
+        return out
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
         """See :meth:`ArrayEnv.reset`."""
-        env = self.env
-        check_open(env, "reset")
-        partial = rows is not None and not bool(rows.all())
+        return self._reset(rows, kwargs, lambda form, rows: form.reset(rows, **kwargs))
 
-        def reset(whole: bool) -> Values:
-            return self._form().reset(None if whole else rows, **kwargs)
+    def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
+        """See :meth:`ArrayEnv.reset_from`."""
+        return self._reset(rows, kwargs, lambda form, rows: form.reset_from(root, rows, **kwargs))
 
-        fresh = cast(Values, env.reset_with(reset, partial, kwargs))
-        merges = partial and env.last_observed is not None
-        env.last_observed = self._merged(fresh, cast(Rows, rows)) if merges else fresh
-        return fresh
+    def _reset(
+        self, rows: Rows | None, kwargs: dict[str, Any], reset: Callable[[ArrayEnv, Rows | None], Values]
+    ) -> Values:
+        def merge(fresh: TensorDictBase | Values) -> TensorDictBase | Values:
+            marks = cast(Rows, rows)
+            if isinstance(fresh, TensorDictBase):
+                return merge_reset(self.env, self.env.last(), fresh, {(): torch.from_numpy(marks[..., None])})
+            merged = self._values(self.env.last(), self.entries)
+            for key, value in merged.items():
+                value[marks] = fresh[key][marks]
+            return merged
 
-    def _merged(self, fresh: Values, rows: Rows) -> Values:
-        merged: dict[NestedKey, Any] = {}
-        for key, value in self._last().items():
-            if key in fresh:
-                merged[key] = new = value.copy()
-                new[rows] = fresh[key][rows]
-        return merged
-
-
-def _row_form(value: torch.Tensor, entry: Entry) -> Any:
-    array = value.detach().cpu().numpy()
-    return array.reshape(array.shape[:-1])[()] if entry.column else array
+        is_partial = rows is not None and not bool(rows.all())
+        take = lambda whole: reset(self._form(), None if whole else rows)  # noqa: E731
+        return self.env.reset_with(take, merge if is_partial else None, kwargs)

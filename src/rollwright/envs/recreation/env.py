@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -16,13 +16,15 @@ from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs.shapes import as_device
 from rollwright.envs._checks import missing_actions
 from rollwright.envs._partial_reset import merge_reset, reset_masks
-from rollwright.envs.arrays import ArrayEnv, Values, check_open
+from rollwright.envs.arrays import ArrayEnv, UnfitOutcome, Values, check_open
 from rollwright.envs.base import EnvBase
 from rollwright.envs.factories import SPECS, made
 from rollwright.envs.recreation.arrays import RecreatedArrays
 from rollwright.envs.recreation.policy import RecreationPolicy
 from rollwright.envs.wrapper import WrapperEnv
 from rollwright.errors import EnvError, RollwrightError
+
+T = TypeVar("T")
 
 
 class RecreatedEnv(WrapperEnv):
@@ -117,91 +119,107 @@ class RecreatedEnv(WrapperEnv):
         check = partial(_check_fits, old=old, facts=_facts(old))
         self.base_env = self.recreation.replace(old, lambda: made(self._worker, self._maker.value), check)
 
-    def note_step(self, observed: TensorDictBase | Values) -> None:
-        """Note a step that the environment took."""
-        self.recreation.failures = 0
-        self.last_observed = observed
+    def step_with(self, step: Callable[[], T], missed: Callable[[], T], acts: Callable[[], bool]) -> T:
+        """What a step returns; of one that failed, or that waits for a reset, the end of its trajectory.
 
-    def note_end(self) -> None:
-        """Note that the trajectories in progress were ended, by a step that was not taken."""
+        Args:
+            step: steps the environment.
+            missed: returns the outcome of a step that was none.
+            acts: whether there are actions for it.
+        """
+        check_open(self, "step")
+        if not self.awaits_reset:
+            try:
+                outcome: Any = step()
+            except UnfitOutcome as found:
+                self._note_step(found.outcome)
+                raise
+            except RollwrightError as error:
+                if self.last_observed is None or not acts():
+                    raise
+                self.recreate(error)
+            else:
+                self._note_step(outcome)
+                return cast(T, outcome)
         self._owes_end = False
+        return missed()
 
-    def reset_with(self, reset: Callable[[bool], Any], partial: bool, kwargs: dict[str, Any]) -> Any:
+    def _note_step(self, outcome: TensorDictBase | Values) -> None:
+        self.recreation.failures, self.last_observed = 0, outcome.copy()
+
+    def reset_with(
+        self, reset: Callable[[bool], T], merge: Callable[[Any], TensorDictBase | Values] | None, kwargs: dict[str, Any]
+    ) -> T:
         """What a reset returns, of another environment where it fails.
 
         Args:
             reset: resets: all of the batch if its argument is True, else what is marked.
-            partial: whether not all of the batch is marked.
+            merge: returns the last observation with what a partial reset returns; None: all of the batch is marked.
             kwargs: of the reset; a seed is taken out of it when it was used.
         """
+        check_open(self, "reset")
         if isinstance(seed := kwargs.get("seed"), int):
             self.recreation.note_seed(seed)
         if self.base_env.is_closed:  # making it has failed the last time
             self._replace()
-        replaced = False
+        replaced, unfit = False, None
         while True:
             try:
-                fresh = reset(self.awaits_reset)
+                fresh: Any = reset(self.awaits_reset)
+            except UnfitOutcome as found:
+                fresh, unfit = found.outcome, found
             except RollwrightError as error:
                 self.recreate(error)
                 replaced = True
                 kwargs.pop("seed", None)  # the new one has a seed of its own
-            else:
-                self.awaits_reset = self._owes_end = (self._owes_end or replaced) and partial
-                return fresh
+                continue
+            break
+        self.awaits_reset = self._owes_end = (self._owes_end or replaced) and merge is not None
+        self.last_observed = fresh.copy() if merge is None or self.last_observed is None else merge(fresh)
+        if unfit is not None:
+            raise unfit
+        return cast(T, fresh)
 
     # On TensorDicts -----------------------------------------------------------------------------
 
     def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
         """See :meth:`EnvBase.step_outcome`; of a step that failed, the end of its trajectory."""
-        check_open(self, "step")
-        if not self.awaits_reset:
-            try:
-                outcome = self.base_env.step_outcome(tensordict)
-            except RollwrightError as error:
-                if self.last_observed is None or missing_actions(self, tensordict):
-                    raise
-                self.recreate(error)
-            else:
-                self.note_step(outcome.copy())
-                return outcome
-        self.note_end()
-        return self._missed()
+        step = partial(self.base_env.step_outcome, tensordict)
+        return self.step_with(step, self.missed, lambda: not missing_actions(self, tensordict))
 
-    def _missed(self) -> TensorDictBase:
-        """The outcome of a step that was none."""
+    def last(self) -> TensorDictBase:
+        """The last observation, in tensors of its own."""
         last = self.last_observed
         if isinstance(last, TensorDictBase):
-            td = last.clone()
-        else:
-            td = self.full_observation_spec.zero()
-            for key in self.observation_keys:
-                spec = self.full_observation_spec[key]
-                td.set(key, as_tensor((last or {})[key]).to(spec.dtype).reshape(spec.shape).clone())
+            return last.clone()
+        td = self.full_observation_spec.zero()
+        for key in self.observation_keys:
+            spec = self.full_observation_spec[key]
+            td.set(key, as_tensor((last or {})[key]).to(spec.dtype).reshape(spec.shape).clone())
+        return td
+
+    def missed(self) -> TensorDictBase:
+        """The outcome of a step that was none."""
         flags = self.full_done_spec.zero()
         for group in self.done_groups:
             for flag in (group.done, group.truncated):
                 if flag is not None:
                     flags.set(flag, torch.ones_like(flags.get(flag)))
-        return td.update(self.full_reward_spec.zero()).update(flags)
+        return self.last().update(self.full_reward_spec.zero()).update(flags)
 
     def reset_outcome(self, tensordict: TensorDictBase | None, **kwargs: Any) -> TensorDictBase:
         """See :meth:`EnvBase.reset_outcome`; of another environment where the reset fails."""
-        check_open(self, "reset")
         masks = reset_masks(self, tensordict)
-        partial = masks is not None and not all(bool(mask.all()) for mask in masks.values())
+        is_partial = masks is not None and not all(bool(mask.all()) for mask in masks.values())
 
         def reset(whole: bool) -> TensorDictBase:
             given = tensordict.exclude(*self.reset_keys) if tensordict is not None and whole else tensordict
             return self.base_env.reset_outcome(given, **kwargs)
 
-        fresh: TensorDictBase = self.reset_with(reset, partial, kwargs)
-        last = self.last_observed
-        if partial and isinstance(last, TensorDictBase):
-            self.last_observed = merge_reset(self, last, fresh, masks)
-        else:
-            self.last_observed = fresh.copy()
-        return fresh
+        def merge(fresh: TensorDictBase) -> TensorDictBase:
+            return merge_reset(self, self.last(), fresh, masks)
+
+        return self.reset_with(reset, merge if is_partial else None, kwargs)
 
     def _array_form(self) -> ArrayEnv:
         return RecreatedArrays(self)

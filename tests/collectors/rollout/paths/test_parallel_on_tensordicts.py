@@ -20,6 +20,7 @@ from tests.collectors.rollout.paths.test_on_tensordicts import (
     RaisesAtReset,
     SeesRoot,
 )
+from tests.envs.libs.test_pettingzoo_arrays import assert_equal
 from tests.variants import in_turn
 
 from rollwright import Collector
@@ -320,16 +321,29 @@ def test_errors_are_those_of_the_plain_path(lab, fault):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.filterwarnings("ignore:ParallelEnv")
-def test_members_that_are_recreated_are_stepped_on_tensordicts(lab):
-    for options in ({"dies_at": 4}, {"fails_at": 4}):
+RECREATED = [(ParallelEnv, "dies_at"), (ParallelEnv, "fails_at"), (SerialEnv, "fails_at")]
 
-        def make(options=options):
-            return ParallelEnv(2, partial(Own, **options), num_processes=2, on_env_failure="recreate")
 
-        ours, path = batches(make, None, 1)
-        assert path.startswith("plain: it may return what its specs do not announce")
-        assert ours[0]["next", "truncated"].any()
+@pytest.mark.filterwarnings("ignore:ParallelEnv", "ignore:SerialEnv")
+@pytest.mark.parametrize(("kind", "fault"), RECREATED)
+def test_members_that_are_recreated_have_the_bits_of_the_plain_path(kind, fault):
+    def make():
+        return kind(2, partial(Own, **{fault: 4}), on_env_failure="recreate")
+
+    ours, path = batches(make, None, 1)
+    assert path.startswith("native: NumPy arrays")
+    assert ours[0]["next", "truncated"].any()
+    assert_equal(ours[0], batches(make, False, 1)[0][0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "chain"),
+    in_turn([SerialEnv, ParallelEnv], ["from the third step", "from the second reset", "from the first reset"]),
+)
+def test_members_that_may_be_recreated_and_return_more_than_announced(both, lab, kind, chain):
+    make = partial(chained, lab.envs["reused buffer"], UNANNOUNCED[chain])
+    first, _ = both(lambda: kind(2, make, on_env_failure="recreate"), "one-hot", batches=4)
+    assert first.then["env"].startswith("plain: "), first.then
 
 
 def test_a_member_that_is_killed_is_an_error_that_names_it():
