@@ -14,21 +14,6 @@ from rollwright.data.specs import TensorSpec
 from rollwright.data.specs.gymspaces import numpy_dtype
 from rollwright.envs.arrays import Entry, Values
 
-__all__ = [
-    "ArrayKind",
-    "Columns",
-    "TensorKind",
-    "at_least",
-    "cast",
-    "clip",
-    "join",
-    "quiet",
-    "root",
-    "row_form",
-    "sign",
-    "total",
-]
-
 Columns = Values | TensorDictBase
 
 

@@ -21,7 +21,7 @@ from rollwright.data.specs.gymspaces import numpy_dtype
 from rollwright.envs._partial_reset import mask_like
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
 from rollwright.envs.on_arrays.columns import ArrayKind, Columns, TensorKind, row_form
-from rollwright.envs.on_arrays.entry_by_entry import by_entries, on_array
+from rollwright.envs.on_arrays.entry_by_entry import by_entries, by_specs, on_array
 from rollwright.envs.on_arrays.tensordicts import ByEntry, OnTensorDicts, RootTensorDicts
 from rollwright.errors import NotNative
 
@@ -131,6 +131,7 @@ class Transform(nn.Module):
     # tensors, those of a TensorDict included, or NumPy arrays in row form.
 
     _reads_root = False  # whether a step reads what it begins from
+    moves = False  # whether it gives entries other names, and changes no values
     resets_by_mask = True  # whether a reset of no rows changes nothing, and nothing is read to find that out
 
     def _change(self, kind: Any, root: Columns, out: Columns) -> None:
@@ -281,11 +282,11 @@ class Transform(nn.Module):
         parent = self.parent
         if parent is None:
             raise NotNative(f"{type(self).__name__} is on no environment")
-        specs = (
-            self.transform_observation_spec(parent.full_observation_spec.clone()),
-            self.transform_reward_spec(parent.full_reward_spec.clone()),
-        )
-        form = by_entries(type(self).__name__, env, self._pairs(), self._apply_transform, specs)
+        observations = self.transform_observation_spec(parent.full_observation_spec.clone())
+        rewards = self.transform_reward_spec(parent.full_reward_spec.clone())
+        name = type(self).__name__
+        change = by_specs(name, self._apply_transform, observations, rewards, len(env.batch))
+        form = by_entries(name, env, self._pairs(), change)
         return self.with_inverse(env, form)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
@@ -578,27 +579,11 @@ class EntryTransform(Transform):
         Raises:
             NotNative: the transform changes flags, or what the environment is given beside actions.
         """
-        entries: dict[NestedKey, Entry] = {}
-        rewards: dict[NestedKey, Entry] = {}
-        calls: list[tuple[NestedKey, NestedKey, Callable[..., Any]]] = []
-        for index, (key, out_key) in enumerate(self._pairs()):
-            of_reward = key in env.rewards or key in rewards
-            known = {**env.rewards, **rewards} if of_reward else {**env.entries, **entries}
-            if key not in known:
-                raise NotNative(f"{type(self).__name__} changes {key!r}, which is neither an observation nor a reward")
-            (rewards if of_reward else entries)[out_key], function = self._change_array(index, known[key], env.batch)
-            calls.append((key, out_key, function))
-        of_observations = [call for call in calls if call[1] in entries]
 
-        def step(root: Values, out: Values) -> None:
-            for key, out_key, function in calls:
-                out[out_key] = function(out[key])
+        def change(index: int, out_key: NestedKey, entry: Entry, of_reward: bool) -> tuple[Entry, Callable[..., Any]]:
+            return self._change_array(index, entry, env.batch)
 
-        def reset(fresh: Values, *rows: Rows | None) -> None:
-            for key, out_key, function in of_observations:
-                fresh[out_key] = function(fresh[key], *rows)
-
-        form = ArrayTransform(entries, [], step, reset, rewards, restart=reset if self._restarts else None)
+        form = by_entries(type(self).__name__, env, self._pairs(), change, restarts=self._restarts)
         return self.with_inverse(env, form)
 
     def _change_array(self, index: int, entry: Entry, batch: tuple[int, ...]) -> tuple[Entry, Callable[..., Any]]:

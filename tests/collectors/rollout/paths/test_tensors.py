@@ -26,7 +26,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollwright.collectors import Collector
 from rollwright.data import Composite, LazyTensorStorage, ReplayBuffer, Unbounded
-from rollwright.envs import EnvBase, GymWrapper, RewardSum, TransformedEnv
+from rollwright.envs import (
+    CatFrames,
+    Compose,
+    EnvBase,
+    GymWrapper,
+    InitTracker,
+    ObservationNorm,
+    RenameTransform,
+    RewardScaling,
+    RewardSum,
+    SelectTransform,
+    StepCounter,
+    Transform,
+    TransformedEnv,
+)
 from rollwright.errors import EnvError
 
 NUM, STEPS = 6, 12
@@ -165,8 +179,38 @@ class Cubes(VectorEnv):
         return seen, out["reward"].squeeze(-1), out["terminated"].squeeze(-1), out["truncated"].squeeze(-1), info
 
 
+class Shown(Transform):
+    """A user's transform, which says what is done in a step on a TensorDict."""
+
+    def transform_observation_spec(self, observation_spec):
+        return observation_spec.clone().set("shown", Unbounded((NUM, 1), device=observation_spec.device))
+
+    def _call(self, next_tensordict):
+        return next_tensordict.set("shown", next_tensordict["agents", "at"].sum((-1, -2)).unsqueeze(-1))
+
+    def _reset(self, tensordict, tensordict_reset):
+        return self._call(tensordict_reset)
+
+
+def chain(env, *more):
+    """Transforms of this library that change, keep, add, move and drop entries."""
+    reward, at, norm = ("agents", "reward"), ("agents", "at"), ("agents", "norm")
+    first = [StepCounter(4), InitTracker(), RewardScaling(0.5, 2.0, [reward]), RewardSum([reward])]
+    keep = [ObservationNorm(0.1, 2.0, [at], [norm]), CatFrames(3, -1, [norm], [("agents", "last")])]
+    move = [RenameTransform(["is_init"], ["first"]), SelectTransform(at, ("agents", "last"), "first")]
+    return TransformedEnv(env, Compose(*first, *keep, *move, *more))
+
+
+def live(device=None):
+    sums, norm = RewardSum(["reward"], reset_keys=["_reset"]), ObservationNorm(0.0, 2.0, ["at"], ["twice"])
+    return TransformedEnv(Live(device=device), Compose(sums, norm))
+
+
 ENVS = {
     "own": Arm,
+    "chain": lambda device=None: chain(Agents(device=device)),
+    "chain of teams": lambda device=None: chain(Teams(device=device)),
+    "live and transforms": live,
     "agents": Agents,
     "teams": Teams,
     "live": Live,
@@ -302,7 +346,7 @@ def test_trajectory_ids_taken_at_the_end_are_those_of_each_step():
 @pytest.mark.parametrize(
     "options", [{}, {"reset_when_done": False}, {"reset_at_each_iter": True}, {"track_policy_version": True}], ids=str
 )
-@pytest.mark.parametrize("name", ["own", "agents", "teams", "live", "transforms"])
+@pytest.mark.parametrize("name", [name for name in ENVS if name not in ("resets itself", "is reset")])
 def test_frames_are_those_of_steps_on_tensordicts(name, options):
     found = []
     for buffers in (None, False):
@@ -362,7 +406,7 @@ def test_vector_environments_give_the_frames_of_an_own_one(name):
             assert torch.equal(ours[key], theirs[key]), key
 
 
-@pytest.mark.parametrize("name", ["own", "resets itself"])
+@pytest.mark.parametrize("name", ["own", "chain", "resets itself"])
 def test_workers_deliver_what_one_process_does(name):
     found = []
     for workers in (None, 1):
@@ -377,9 +421,34 @@ def test_workers_deliver_what_one_process_does(name):
             assert torch.equal(ours[key], theirs[key]), key
 
 
-def test_steps_are_taken_on_a_device_that_holds_no_numbers():
+def test_a_users_transform_among_others_is_given_tensordicts():
+    found = []
+    for buffers in (None, False):
+        env = chain(Agents(), Shown())
+        with Collector(
+            env, policy(env), frames_per_batch=NUM * STEPS, total_frames=2 * NUM * STEPS, use_buffers=buffers
+        ) as collector:
+            found.append([batch.clone() for batch in collector])
+            assert collector.stats()["paths"]["env"].startswith("plain" if buffers is False else "native: tensors")
+    for ours, theirs in zip(*found, strict=True):
+        assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+        for key in theirs.keys(True, True):
+            assert torch.equal(ours[key], theirs[key]), key
+    assert bool((found[0][0]["shown"] != 0).any())
+
+
+def test_transforms_of_this_library_are_given_no_tensordicts(monkeypatch):
+    for method in ("transform_step", "transform_reset"):
+        monkeypatch.setattr(Transform, method, None)
+    with made("chain") as collector, torch.no_grad():
+        path = steps_of(collector, STEPS)
+        assert bool(path.finish(STEPS)["next", "done"].sum() > NUM)
+
+
+@pytest.mark.parametrize("name", ["agents", "transforms"])
+def test_steps_are_taken_on_a_device_that_holds_no_numbers(name):
     """On "meta" nothing can be read, and no entry of another device can be mixed in."""
-    env = Agents(device="meta")
+    env = ENVS[name](device="meta")
     with (
         Collector(env, policy(env, "meta"), frames_per_batch=NUM * STEPS, total_frames=-1) as collector,
         torch.no_grad(),

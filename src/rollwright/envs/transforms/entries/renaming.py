@@ -51,6 +51,8 @@ class RenameTransform(Transform):
                 if sum(out == name for _, out in pairs) > 1:
                     raise ValueError(f"out_keys: expected names that differ, got {name!r} twice.")
 
+    moves = True
+
     def _change(self, kind: Any, root: Columns, out: Columns) -> None:
         self._rename(out, may_lack=False)
 

@@ -13,8 +13,6 @@ from rollwright.envs.on_arrays.columns import Columns
 from rollwright.envs.transforms.base import Transform
 from rollwright.errors import NotNative
 
-__all__ = ["StatefulTransform"]
-
 
 class StatefulTransform(Transform):
     """Changes each of some observations by what it keeps of its past; each row of a batch has its own.

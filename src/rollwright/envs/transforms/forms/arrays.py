@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,10 +31,9 @@ from rollwright.envs.libs.torchrl.transforms import settings_of
 from rollwright.envs.libs.torchrl.watch import Watch
 from rollwright.envs.on_arrays.chain import ArrayChain, ChainDeviation
 from rollwright.envs.on_arrays.tensordicts import OnTensorDicts, RootTensorDicts
-from rollwright.envs.transforms.base import EntryTransform, Transform, is_ours
+from rollwright.envs.transforms.base import Transform, is_ours
 from rollwright.envs.transforms.foreign import ForeignTransform
-from rollwright.envs.transforms.forms.tensors import parts_of
-from rollwright.envs.transforms.frames import CatFrames
+from rollwright.envs.transforms.forms.tensors import check_parts, parts_of
 from rollwright.envs.wrapper import WrapperArrays
 from rollwright.errors import NotNative, RollwrightError
 
@@ -47,32 +45,10 @@ __all__ = ["TransformedArrays", "register_array_form"]
 OVERRIDABLE = {"_inv_apply_transform", "_inv_call", "_apply_transform", "_call", "_reset", "_step"}  # on an instance
 
 
-_BESIDE_OBJECTS = {  # do not touch what they were not asked to
-    "EndOfLifeTransform",
-    "ExcludeTransform",
-    "InitTracker",
-    "RandomTruncationTransform",
-    "RenameTransform",
-    "RewardScaling",
-    "RewardSum",
-    "SelectTransform",
-    "StepCounter",
-    "TargetReturn",
-    "TensorDictPrimer",
-}
-
-
 def _leaves(transform: Transform, objects: list[NestedKey]) -> bool:
     """Whether a transform leaves entries that hold objects as they are."""
-    if type(transform).__name__ in _BESIDE_OBJECTS:
-        return True
-    return isinstance(transform, EntryTransform | CatFrames) and not {*transform.in_keys, *transform.out_keys} & {
-        *objects
-    }
-
-
-def _same(now: list[Transform], then: list[Transform]) -> bool:
-    return len(now) == len(then) and all(map(is_, now, then))
+    changed = [] if transform.moves else [*transform.in_keys, *transform.out_keys]
+    return transform.works_on_columns and not {*changed} & {*objects}
 
 
 def _has_form(kind: type) -> bool:
@@ -134,8 +110,7 @@ class TransformedArrays(WrapperArrays):
     def check(self) -> None:
         """See :meth:`ArrayEnv.check`."""
         self._base.check()
-        if not _same(parts_of(self._env.transform), self._transforms):
-            raise NotNative("its transforms have changed")
+        check_parts(self._env, self._transforms)
         for watch in self._watches:
             watch.check()
 

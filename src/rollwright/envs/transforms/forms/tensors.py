@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import is_not
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tensordict import TensorDict, TensorDictBase
 from torch import zeros
@@ -20,14 +20,23 @@ from rollwright.errors import NotNative, RollwrightError
 if TYPE_CHECKING:
     from rollwright.envs.transforms.transformed_env import TransformedEnv
 
-__all__ = ["TransformedTensors", "parts_of"]
-
 
 def parts_of(transform: Transform) -> list[Transform]:
     """A transform, or those of a chain, in order."""
     if type(transform) is Compose:
         return [part for child in transform for part in parts_of(child)]
     return [transform]
+
+
+def check_parts(env: TransformedEnv, parts: list[Transform]) -> None:
+    """Test that the transforms of an environment are those that its form was made of.
+
+    Raises:
+        NotNative: they are others.
+    """
+    now = parts_of(env.transform)
+    if len(now) != len(parts) or any(map(is_not, now, parts)):
+        raise NotNative("its transforms have changed")
 
 
 class TransformedTensors(OwnTensors):
@@ -74,9 +83,7 @@ class TransformedTensors(OwnTensors):
 
     def _check_parts(self) -> None:
         self._base.check()
-        now = parts_of(self._env.transform)  # type: ignore[arg-type]
-        if len(now) != len(self._parts) or any(map(is_not, now, self._parts)):
-            raise NotNative("its transforms have changed")
+        check_parts(cast("TransformedEnv", self._env), self._parts)
 
     def _as_tensordict(self, values: Tensors) -> TensorDict:
         if self._base.is_live:
