@@ -203,7 +203,9 @@ class Transform(nn.Module):
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """What the transform does where an environment is stepped on arrays; bit for bit what it does on TensorDicts.
 
-        A subclass of a transform with such a form works on TensorDicts until it defines one of its own.
+        It makes a transform of your own fast there: without it, ``_call`` and its like are called on TensorDicts of the
+        arrays, as they always are on the tensors of an environment that is one tensor. A subclass of a transform with
+        such a form works on TensorDicts until it defines one of its own.
 
         Args:
             env: the environment that it follows, with the transforms before it. ``env.entries`` holds observations and
