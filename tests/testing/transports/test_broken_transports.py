@@ -90,7 +90,8 @@ def test_every_check_was_seen_to_fail():
 
 def test_the_backend_is_sound_without_a_fault(breaking):
     breaking(broken.Fault)
-    check_transport("broken", only=["stacked", "trajectories", "weights_whole", "calls", "shutdown"])
+    sound = ["stacked", "trajectories", "weights_by_version", "calls", "shutdown"]
+    check_transport("broken", only=sound, num_workers=2)
 
 
 WRONG = {

@@ -90,9 +90,8 @@ def _error_of(collector: Any, trial: Trial) -> WorkerError:
 
 def replaced_worker(trial: Trial) -> None:
     """With ``on_worker_failure="restart"``, killed workers are replaced, and every frame is delivered once."""
-    for kind in ("sync", "async"):
-        _replace(trial, kind, {})
-        _replace(trial, kind, {"trajs_per_batch": 2, "traj_format": "cat"})
+    _replace(trial, "sync", {})
+    _replace(trial, "async", {"trajs_per_batch": 2, "traj_format": "cat"})
 
 
 def _replace(trial: Trial, kind: str, options: dict[str, Any]) -> None:
