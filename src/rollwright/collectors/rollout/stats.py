@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDictBase
 
 NUM_EPISODES = 100  # that ended last, which means are taken over
+_AT_ONCE = 2**14  # frames whose rewards are summed together
 
 
 class StageTimer:
@@ -219,5 +220,12 @@ def _sums(rewards: Any, ended: Any) -> tuple[Any, Any, Any]:
         marks = ended.reshape(-1).nonzero().squeeze(1)
         at, at_end, total = (found.cpu().numpy() for found in (marks, sums.reshape(-1)[marks], sums[:, -1]))
         return at, at_end, total
-    so_far, places = np.cumsum(rewards, 1, dtype=np.float64), np.flatnonzero(ended)
-    return places, so_far.reshape(-1)[places], so_far[:, -1]
+    places, (num_envs, steps) = np.flatnonzero(ended), rewards.shape
+    until, total = np.empty(len(places)), np.empty(num_envs)
+    count = max(1, _AT_ONCE // steps)
+    for first in range(0, num_envs, count):  # some rows at a time: sums take more memory than rewards
+        so_far = np.cumsum(rewards[first : first + count], 1, dtype=np.float64)
+        total[first : first + count] = so_far[:, -1]
+        here = slice(*np.searchsorted(places, (first * steps, (first + count) * steps)))
+        until[here] = so_far.reshape(-1)[places[here] - first * steps]
+    return places, until, total
