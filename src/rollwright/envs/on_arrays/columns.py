@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,27 +17,36 @@ from rollwright.envs.arrays import Entry, Values
 Columns = Values | TensorDictBase
 
 
-class TensorKind(NamedTuple):
+class TensorKind:
     """Columns that are tensors.
 
-    Attributes:
-        batch: their batch size.
-        device: of new ones; None: that of their specs.
-        ndim: dimensions that specs have in front, for the batch.
+    Args:
+        like: has their batch size and device.
+        batch_ndim: called for the dimensions that specs have in front, for the batch.
     """
 
-    batch: torch.Size
-    device: torch.device | None
-    ndim: int
+    def __init__(self, like: TensorDictBase, batch_ndim: Callable[[], int]) -> None:
+        self._like, self._ndim = like, batch_ndim
+
+    @property
+    def batch(self) -> torch.Size:
+        """Their batch size."""
+        return self._like.batch_size
+
+    @property
+    def device(self) -> torch.device | None:
+        """Of new ones; None: that of their specs."""
+        return self._like.device
 
     def full(self, spec: TensorSpec, value: Any) -> torch.Tensor:
         """A column of one value."""
-        shape = (*self.batch, *spec.shape[self.ndim :])
+        shape = (*self.batch, *spec.shape[self._ndim() :])
         return torch.full(shape, value, dtype=spec.dtype, device=self.device or spec.device or "cpu")
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the transform's own as a column that keeps its last dimension."""
-        return tensor if self.device is None else tensor.to(self.device)
+        device = self.device
+        return tensor if device is None else tensor.to(device)
 
     def column(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the transform's own as a column."""

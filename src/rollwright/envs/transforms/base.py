@@ -155,9 +155,8 @@ class Transform(nn.Module):
         self._apply_to(fresh, may_lack=True)
 
     def _kind_of(self, td: TensorDictBase) -> TensorKind:
-        return TensorKind(td.batch_size, td.device, self._batch_ndim)
+        return TensorKind(td, self._batch_ndim)
 
-    @property
     def _batch_ndim(self) -> int:
         return self._remember("ndim", lambda: 0 if self.parent is None else self.parent.ndim)
 

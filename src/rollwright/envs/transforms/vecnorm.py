@@ -104,16 +104,14 @@ class VecNorm(RunningNorm):
     def _begun(self, value: torch.Tensor, ndim: int) -> Stats:
         return Stats(*(value.new_zeros(value.shape[ndim:]) for _ in BUFFERS))
 
-    def _scaled(self, numbers: Sequence[Any], value: Any, fresh: torch.Tensor | None, ndim: int) -> Any:
+    def _scaled(self, numbers: Sequence[Any], value: Any, seen: Any, fresh: torch.Tensor | None, ndim: int) -> Any:
         weight, mean, spread = numbers
         if not self.frozen:
-            self._count(weight, mean, spread, value, fresh, ndim)
+            self._count(weight, mean, spread, seen, fresh, ndim)
         return (value - mean) / self._deviation(weight, spread)
 
     def _count(self, weight: Any, mean: Any, spread: Any, value: Any, fresh: torch.Tensor | None, ndim: int) -> None:
         rows: Any = math.prod(value.shape[:ndim])
-        if isinstance(value, torch.Tensor):
-            value = value.detach()
         if fresh is not None:  # a value equal to the mean changes only the weight, which ``rows`` marks
             if not bool(fresh.any()):
                 return

@@ -133,12 +133,13 @@ class RunningNorm(EntryTransform):
         """The statistics of an entry that was not seen before; arguments of :meth:`_scaled`."""
 
     @abstractmethod
-    def _scaled(self, numbers: Sequence[Any], value: Any, fresh: torch.Tensor | None, ndim: int) -> Any:
+    def _scaled(self, numbers: Sequence[Any], value: Any, seen: Any, fresh: torch.Tensor | None, ndim: int) -> Any:
         """Count floating-point numbers in rows that are ``fresh`` (None: in all), and normalise them.
 
         Args:
             numbers: the buffers :attr:`_statistics`, to be updated in place: clones and other processes may share them.
             value: ``[*batch, ...]``; a tensor, or (where all rows count) an array, as ``numbers`` then are.
+            seen: ``value``, without a gradient.
             fresh: bool that broadcasts to ``value``.
             ndim: of the batch.
         """
@@ -151,7 +152,7 @@ class RunningNorm(EntryTransform):
             numbers = self._begun(value, ndim)
             names = [f"{name}_{index}" for name in self._statistics]
             self._buffers.update(zip(names, numbers, strict=True))
-        scaled: torch.Tensor = self._scaled(numbers, value, fresh, ndim)
+        scaled: torch.Tensor = self._scaled(numbers, value, value.detach(), fresh, ndim)
         return scaled
 
     def freeze(self) -> Self:
@@ -218,7 +219,7 @@ class RunningNorm(EntryTransform):
             if numbers:
                 value = np.asarray(column, entry.dtype).reshape(entry.shape) if entry.column else column
                 with np.errstate(all="ignore"):  # as torch does
-                    result = self._scaled(numbers, value, None, ndim)
+                    result = self._scaled(numbers, value, value, None, ndim)
             else:
                 fresh, tensor = None, kind.tensor(0, column)
                 if rows is not None and ndim:

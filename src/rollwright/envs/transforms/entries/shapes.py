@@ -50,7 +50,7 @@ class _Reshape(EntryTransform):
         return dim
 
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
-        return self._reshape(obs, self._batch_ndim)
+        return self._reshape(obs, self._batch_ndim())
 
     def _change_spec(self, spec: TensorSpec) -> TensorSpec:
         return mapped_spec(spec, self._apply_transform)
@@ -144,7 +144,7 @@ class UnsqueezeTransform(_Reshape):
         return value.squeeze(dim)
 
     def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
-        return self._changed(state, self._batch_ndim, not self._adds)
+        return self._changed(state, self._batch_ndim(), not self._adds)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(dim={self.dim}, keys={self.in_keys or self.in_keys_inv})"

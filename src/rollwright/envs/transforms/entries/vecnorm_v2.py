@@ -161,10 +161,9 @@ class VecNormV2(RunningNorm):
         counts = (*shape[:-1], 1) if shape else ()
         return value.new_zeros(counts, dtype=torch.int64), value.new_zeros(shape), value.new_zeros(shape)
 
-    def _scaled(self, numbers: Sequence[Any], value: Any, fresh: torch.Tensor | None, ndim: int) -> Any:
+    def _scaled(self, numbers: Sequence[Any], value: Any, seen: Any, fresh: torch.Tensor | None, ndim: int) -> Any:
         number, loc, var = numbers
         if not self.frozen:
-            seen = value.detach() if isinstance(value, torch.Tensor) else value
             (self._count_all if self.reduce_batch_dims else self._count_each)(number, loc, var, seen, fresh, ndim)
         loc, scale = self._loc_scale(number, loc, var)
         return (value - loc) / scale

@@ -121,7 +121,7 @@ class RandomTruncationTransform(Cutting):
 
     def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
         for index, ((group, _), (_, flag)) in enumerate(zip(self._entries, self._beside_flags(), strict=True)):
-            shape = torch.Size((*kind.batch, *flag.shape[self._batch_ndim :]))
+            shape = torch.Size((*kind.batch, *flag.shape[self._batch_ndim() :]))
             self._draw(index, shape, kind.device or flag.device, given.get(group.reset, None))
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:

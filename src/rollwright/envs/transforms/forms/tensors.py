@@ -74,7 +74,7 @@ class TransformedTensors(OwnTensors):
             is_live=base.is_live and self._on_columns,
             goes_on=base.goes_on,
         )
-        self._kind = TensorKind(self.batch, self.device, env.base_env.ndim)
+        self._kind = TensorKind(self.tensordict({}), lambda: env.base_env.ndim)
         self._passed = [*env.base_env.reset_keys, *env.base_env.state_keys, *env.base_env.read_at_reset]
         self._transform: Transform = env.transform
         self._inverts = env.transform.inverts
