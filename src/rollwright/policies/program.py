@@ -19,7 +19,7 @@ from rollwright.modules.random_policy import missing_batch
 from rollwright.policies.base import TensorPolicy, WatchedPolicy, array_of
 from rollwright.policies.draws.built import Built
 from rollwright.policies.nodes import Ask, Own, Step, Values
-from rollwright.policies.traced.node import Traced
+from rollwright.policies.traced.node import settled
 from rollwright.policies.walk import Walk
 
 
@@ -92,9 +92,7 @@ class Program(WatchedPolicy):
             self._check_shapes(outputs)
             if not self._settled:
                 self._settled = True
-                nodes = [node.settled() for node in self.nodes]
-                fresh = {slot for node in nodes if isinstance(node, Traced) for slot in node.fresh}
-                self.nodes = [node for node in nodes if not (isinstance(node, Own) and node.writes[0] in fresh)]
+                self.nodes = settled(self.nodes, self.out_slots)
                 self._arrange([node.step() for node in self.nodes])
         return outputs
 

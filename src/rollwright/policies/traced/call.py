@@ -157,7 +157,7 @@ class FunctionCall(Node):
         plain = FunctionCall(
             self.reads, self.writes, self.module, self.method, self.names, self.constants, self.outputs, self.watch
         )
-        node = Traced(self.reads, self.writes, tuple(recorder.ops), refs, forms, plain)
+        node = Traced(self.reads, self.writes, tuple(recorder.ops), refs, forms, (plain,))
         try:
             node.step()(copies)
             same = all(same_bits(copies[slot], values[slot]) for slot in self.writes)

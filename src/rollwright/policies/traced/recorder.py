@@ -20,6 +20,7 @@ from rollwright.policies.watch import ModuleSnapshot
 _ABOUT = {"dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_neg"}
 _ABOUT |= {"is_same_size", "is_signed", "is_tensor", "len", "ndimension", "nelement", "numel", "size", "stride"}
 _ABOUT |= {"storage_offset", "_set_grad_enabled"}
+_slots = count(10**6)  # of results: beyond those of policies, and never the same
 _DETACHED = ("data", "grad")
 _SIZED_BY_VALUES = {"argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"}
 Form = tuple[torch.Size, torch.dtype]
@@ -129,7 +130,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.ops: list[Op] = []
         self.why = ""
-        self._slots, self._weights = count(max(inputs) + 1), weights
+        self._weights = weights
         self._alive: list[Tensor] = []  # so that no other tensor gets the id of one
         self._known: dict[int, Slot] = {}
         self._roots: dict[int, Ref] = {weight().untyped_storage()._cdata: weight for weight in weights.values()}
@@ -182,7 +183,7 @@ class Recorder(TorchFunctionMode):
             raise NotNative(f"it uses {name} in a way that is not repeated")
         own_args, own_options = self._argument(args), {name: self._argument(each) for name, each in options.items()}
         roots = tuple(self._roots.get(each.untyped_storage()._cdata) for each in tensors)
-        slots = tuple(next(self._slots) for _ in tensors)
+        slots = tuple(next(_slots) for _ in tensors)
         self.ops.append(
             _simplified(Op(function, own_args, own_options, slots, several, tuple(map(form_of, tensors)), roots))
         )
