@@ -113,8 +113,8 @@ def _clamp(min: Any = None, max: Any = None) -> Sequence[tuple[Any, ...]]:
 
 
 def _elu(alpha: float = 1.0) -> Sequence[tuple[Any, ...]] | None:
-    calls = [(np.minimum, _X, 0), (np.expm1, _OUT), (np.multiply, _OUT, alpha), (np.maximum, _X, _OUT)]
-    return calls if 0 <= alpha <= 1 else None
+    scaled = [] if alpha == 1 else [(np.multiply, _OUT, alpha)]
+    return [(np.minimum, _X, 0), (np.expm1, _OUT), *scaled, (np.maximum, _X, _OUT)] if 0 <= alpha <= 1 else None
 
 
 def _leaky(negative_slope: float = 0.01) -> Sequence[tuple[Any, ...]] | None:
@@ -195,6 +195,24 @@ def linear_numpy(emitter: Emitter, weight: Array | None, bias: Array | None, x: 
     return out
 
 
+def _layer_norm(
+    emitter: Emitter, op: Op, x: Array, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Array | None:
+    if len(shape) != 1 or x.dtype.kind != "f":
+        return None
+    mean, variance = (emitter.new((*x.shape[:-1], 1), x.dtype) for _ in range(2))
+    emitter.put(np.add.reduce, x, -1, None, mean, True)
+    emitter.put(np.divide, mean, x.shape[-1], mean)
+    out = emitter.to(np.subtract, x, mean, like=x)
+    emitter.put(np.add.reduce, emitter.to(np.multiply, out, out, like=x), -1, None, variance, True)
+    for function, number in ((np.divide, [x.shape[-1]]), (np.add, [eps]), (np.sqrt, [])):
+        emitter.put(function, variance, *number, variance)
+    for scaled, other in ((np.divide, variance), (np.multiply, weight), (np.add, bias)):
+        if other is not None:
+            emitter.put(scaled, out, other, out)
+    return out
+
+
 _ONE = ("abs", "cos", "exp", "expm1", "log", "log1p", "sin", "sqrt", "square", "tanh")
 _TWO = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.true_divide}
 IN_NUMPY: dict[str, _Emit] = {
@@ -212,6 +230,7 @@ IN_NUMPY: dict[str, _Emit] = {
     "elu": _recipe(_elu),
     "leaky_relu": _recipe(_leaky),
     "linear": _linear,
+    "layer_norm": _layer_norm,
     "cat": _cat,
     "float": _to_dtype,
     "double": _to_dtype,
