@@ -86,7 +86,8 @@ class LayerCall(Node):
 
 def registered(module: Any) -> KnownLayer | None:
     """The functions of a module's type, where a call of the module is no more than its ``forward``."""
-    return LAYERS.get(type(module)) if isinstance(module, nn.Module) and is_special(module) is None else None
+    found = LAYERS.get(type(module))
+    return None if found is None or is_special(module) is not None else found
 
 
 def unroll(module: Any, watch: ModuleSnapshot) -> list[Any]:
@@ -96,7 +97,7 @@ def unroll(module: Any, watch: ModuleSnapshot) -> list[Any]:
         module: an ``nn.Module`` or any callable.
         watch: is given the sequences.
     """
-    if isinstance(module, nn.Module) and is_special(module) is None and _is_sequence(module):
+    if isinstance(module, nn.Sequential) and _is_sequence(module) and is_special(module) is None:
         watch.add(module)
         return [part for child in vars(module)["_modules"].values() for part in unroll(child, watch)]
     return [module]

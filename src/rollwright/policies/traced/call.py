@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class FunctionCall(Node):
         """The type of what is called."""
         return getattr(self.module, "__name__", type(self.module).__name__)
 
-    @property
+    @cached_property
     def known(self) -> bool:  # type: ignore[override]
         """See :class:`Node`; layers of torch."""
         return self.method is None and is_torchs(self.module)
