@@ -113,7 +113,7 @@ class ModuleSnapshot:
 def _tensors(fields: dict[str, Any]) -> list[Any]:
     """Names, shapes and dtypes of parameters and buffers."""
     items = [*fields.get("_parameters", {}).items(), *fields.get("_buffers", {}).items()]
-    return [(name, each if each is None else (each.shape, each.dtype)) for name, each in items]
+    return items and [(name, each if each is None else (each.shape, each.dtype)) for name, each in items]
 
 
 def _with_items(value: Any) -> list[Any]:
