@@ -54,7 +54,7 @@ PROMISES = {
         (
             "collectors/delivery/background/test_weights.py",
             "collectors/workers/test_torn_weights.py",
-            "weight_update/test_board.py",
+            "weight_update/test_shared.py",
             "weight_update/test_processes.py",
         ),
     ),
