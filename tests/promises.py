@@ -54,8 +54,8 @@ PROMISES = {
         (
             "collectors/delivery/background/test_weights.py",
             "collectors/workers/test_torn_weights.py",
-            "weight_update/test_shared.py",
             "weight_update/test_processes.py",
+            "weight_update/test_shared.py",
         ),
     ),
     "p5": Promise(
