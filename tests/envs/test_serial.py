@@ -296,3 +296,16 @@ def test_batches_of_batches() -> None:
     rollout = env.rollout(6, break_when_any_done=False)
     expected = [[[t % n for t in range(6)] for n in (2, 3, 4)]] * 2
     assert rollout["count"].squeeze(-1).tolist() == expected
+
+
+@pytest.mark.parametrize("make", [lambda: GymEnv("CartPole-v1"), lambda: SerialEnv(2, lambda: GymEnv("CartPole-v1"))])
+def test_a_step_over_the_one_before_is_taken_on_arrays_and_keeps_what_the_policy_wrote(make, monkeypatch):
+    env = make()
+    td = env.rand_action(env.reset())
+    td["next", "hidden"] = torch.ones(*env.batch_size, 3)
+    env.step(td)
+    first = td["next", "observation"].clone()
+    monkeypatch.setattr(type(env), "_step", None)  # what steps on TensorDicts call
+    env.step(env.rand_action(td))
+    assert not torch.equal(td["next", "observation"], first)
+    assert bool((td["next", "hidden"] == 1).all())

@@ -132,6 +132,7 @@ class ArrayEnv(ABC):
         done_follows: whether ``done`` is ``terminated | truncated`` in every step.
         may_be_unfit: whether steps and resets may raise :class:`UnfitOutcome`. Such a form is to be given all of the
             root, trajectory ids included, and to be told its forms (:meth:`see_roots`): it makes TensorDicts of it.
+        reads_presets: whether what a policy wrote below ``"next"`` may change what comes of a step.
         nests: names of nested TensorDicts with a longer batch size than the root, and what it has behind :attr:`batch`.
         resets_ahead: whoever sets it promises to reset, right after each step and without arguments, at least those
             that ended. Environments elsewhere may then be reset before that is asked for.
@@ -150,6 +151,7 @@ class ArrayEnv(ABC):
     root_flags: tuple[str, ...] = FLAGS
     done_follows: bool = True
     may_be_unfit: bool = False
+    reads_presets: bool = True
     nests: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     @property

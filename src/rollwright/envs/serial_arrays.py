@@ -38,6 +38,7 @@ class SerialArrays(BatchArrays):
         self._env, self._openings = env, env.openings
         self._parts = [array_form(part, unfit=True) for part in env.known_parts()]
         self._describe(env, [ArrayFacts.of(part) for part in self._parts], len(self._parts), below=True)
+        self.reads_presets = any(part.reads_presets for part in self._parts)
         self._in_turn = self._parts[0].in_turn(self._parts, env.named_error)
         self._last: Values = {}  # outcomes of the step before
 

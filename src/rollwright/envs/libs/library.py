@@ -120,7 +120,7 @@ class LibraryArrays(ArrayEnv):
     def __init__(self, env: LibraryEnv) -> None:
         refuse_overrides(env, LibraryEnv)
         self._env, self._inner, self._readers = env, getattr(env, env.inner_name), list(env.info_dict_reader)
-        self.may_be_unfit = bool(self._readers)
+        self.may_be_unfit, self.reads_presets = bool(self._readers), False
         self._follows_tensors = not env.returns_tensors  # where it did so before, there was a reason to take this form
         self.batch, self.nests = tuple(env.batch_size), env.nests
         flags = entries_of(env.full_done_spec, env.ndim) if env.nests else {}

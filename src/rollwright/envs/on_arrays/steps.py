@@ -36,10 +36,10 @@ class StepsOnArrays:
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDict | None:
         """The outcome of a step, complete; None: it cannot be taken so, and nothing was stepped."""
-        if not self._may_be_native or type(tensordict) is not TensorDict or tensordict.get("next", None) is not None:
+        if not self._may_be_native or type(tensordict) is not TensorDict:
             return None
         arrays = self._form()
-        if arrays is None:
+        if arrays is None or (arrays.reads_presets and tensordict.get("next", None) is not None):
             return None
         root: Values = {}
         for key in arrays.reads:
