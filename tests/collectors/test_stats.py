@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rollwright.collectors import MultiSyncCollector
+from rollwright.collectors.rollout.stats import EpisodeStats
 from rollwright.envs import GymEnv, SerialEnv
 from rollwright.testing.mocking_classes import CountingEnv, MultiKeyCountingEnv, NestedCountingEnv
 
@@ -207,3 +208,15 @@ def test_workers_by_the_words_of_other_packages(make):
     for collector in (single, many):
         with pytest.raises(ValueError, match=r"workers=True, False, 'aggregate', 'per_worker' or 'both', got 'all'"):
             collector.stats(workers="all")
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor])
+def test_the_return_of_an_episode_is_the_sum_of_its_own_rewards(kind):
+    rewards = np.array([[1.0, 1e20, 2.0, 3.0, 4.0], [-np.inf, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
+    ended = np.array([[0, 1, 0, 1, 0], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]], bool)
+    stats = EpisodeStats()
+    stats.update(kind(rewards), kind(ended), np.zeros(3, bool))
+    stats.update(kind(np.ones((3, 1))), kind(np.ones((3, 1), bool)), np.zeros(3, bool))
+    returns, lengths = stats.rows()[:, :2].T.tolist()
+    assert returns == [-np.inf, 1e20, 2.0, 5.0, 2.0, 5.0, 1.0, 6.0]
+    assert lengths == [1, 2, 2, 2, 2, 2, 1, 6]

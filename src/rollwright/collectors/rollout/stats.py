@@ -14,7 +14,6 @@ import torch
 from tensordict import TensorDictBase
 
 NUM_EPISODES = 100  # that ended last, which means are taken over
-_AT_ONCE = 2**14  # frames whose rewards are summed together
 
 
 class StageTimer:
@@ -100,25 +99,32 @@ class EpisodeStats:
                 having ended.
         """
         num_envs, steps = rewards.shape
-        at, at_end, total = _sums(rewards, ended)
+        rows, some, marks, total = _with_ends(rewards, ended)
         if self._open_return is None or self._open_length is None:
             self._open_return = np.zeros(num_envs)
             self._open_length = np.zeros(num_envs, dtype=np.int64)
         self._open_return[were_reset] = 0.0
         self._open_length[were_reset] = 0
-        env, t = np.divmod(at, steps)
-        returns, lengths = at_end + self._open_return[env], t + 1 + self._open_length[env]
+        opened, so_far = self._open_return[rows], self._open_length[rows]
         self._open_return += total
         self._open_length += steps
-        if len(at):
-            more = np.flatnonzero(env[1:] == env[:-1]) + 1  # ends after another one in the same environment
-            returns[more], lengths[more] = at_end[more] - at_end[more - 1], t[more] - t[more - 1]
-            last = np.append(env[1:] != env[:-1], True)
-            self._open_return[env[last]], self._open_length[env[last]] = (
-                (total[env] - at_end)[last],
-                steps - 1 - t[last],
-            )
-            self._note(returns, lengths, t + 1, steps)
+        if not len(rows):
+            return
+        at = np.flatnonzero(marks)
+        t, last = at % steps, np.append(at[1:] // steps != at[:-1] // steps, True)  # of its environment
+        first = np.append(True, last[:-1])
+        # Of each end: where its episode begins among these frames, and the first frame after it.
+        span = np.stack([at - t, at + 1], 1)
+        span[1:, 0] = np.where(first[1:], span[1:, 0], at[:-1] + 1)
+        cuts = span.reshape(-1)[: -1 if at[-1] + 1 == some.size else None]
+        sums = np.zeros(span.size)
+        sums[: len(cuts)] = np.add.reduceat(some.reshape(-1), cuts, dtype=np.float64)
+        returns, lengths = sums[::2], span[:, 1] - span[:, 0]
+        returns[first] += opened
+        lengths[first] += so_far
+        rest = steps - 1 - t[last]
+        self._open_return[rows], self._open_length[rows] = np.where(rest, sums[1::2][last], 0.0), rest
+        self._note(returns, lengths, t + 1, steps)
 
     def _note(self, returns: Any, lengths: Any, taken: Any, steps: int) -> None:
         """Episodes that ended in a batch of ``steps`` steps, each after so many of them."""
@@ -213,19 +219,15 @@ class EpisodeStats:
         }
 
 
-def _sums(rewards: Any, ended: Any) -> tuple[Any, Any, Any]:
-    """Where episodes end among the flattened frames, the sum of rewards of a row until then, and that of each row."""
+def _with_ends(rewards: Any, ended: Any) -> tuple[Any, Any, Any, Any]:
+    """Environments in which something has ended, their rewards and flags; and the sums of rewards of all."""
+    steps = rewards.shape[1]
     if isinstance(rewards, torch.Tensor):
-        sums = rewards.cumsum(1, dtype=torch.float64)
-        marks = ended.reshape(-1).nonzero().squeeze(1)
-        at, at_end, total = (found.cpu().numpy() for found in (marks, sums.reshape(-1)[marks], sums[:, -1]))
-        return at, at_end, total
-    places, (num_envs, steps) = np.flatnonzero(ended), rewards.shape
-    until, total = np.empty(len(places)), np.empty(num_envs)
-    count = max(1, _AT_ONCE // steps)
-    for first in range(0, num_envs, count):  # some rows at a time: sums take more memory than rewards
-        so_far = np.cumsum(rewards[first : first + count], 1, dtype=np.float64)
-        total[first : first + count] = so_far[:, -1]
-        here = slice(*np.searchsorted(places, (first * steps, (first + count) * steps)))
-        until[here] = so_far.reshape(-1)[places[here] - first * steps]
-    return places, until, total
+        total = rewards.sum(1, dtype=torch.float64).cpu().numpy()
+        rows = ended.any(1).nonzero().squeeze(1)
+        return rows.cpu().numpy(), rewards[rows].cpu().numpy(), ended[rows].cpu().numpy(), total
+    total = np.add.reduceat(rewards.reshape(-1), np.arange(len(rewards)) * steps, dtype=np.float64)
+    env = np.flatnonzero(ended) // steps
+    rows = env[np.append(True, env[1:] != env[:-1])] if len(env) else env
+    every = len(rows) == len(rewards)
+    return rows, rewards if every else rewards[rows], ended if every else ended[rows], total
