@@ -11,6 +11,10 @@ from tests.collectors.llm.fakes import FakeConversations, FakeEngine, FakeEnv, F
 
 from rollwright.collectors.llm import LLMCollector
 from rollwright.data.llm.turns import FinishReason
+from rollwright.envs.llm import LLMEnv
+from rollwright.envs.llm.conversations import DatasetConversations
+from rollwright.envs.llm.opening import PromptFormat
+from rollwright.envs.llm.sources import DatasetSource
 from rollwright.errors import EnvError
 
 
@@ -254,3 +258,27 @@ def test_an_answer_that_is_cut_by_its_length_says_so_although_it_calls_a_tool():
     with LLMCollector(env, policy, dialog_turns_per_batch=4, total_dialog_turns=8) as collector:
         reasons = [row["finish_reason"] for batch in collector for row in batch.reshape(-1).unbind(0)]
     assert reasons == ["length", "tool"] * 4
+
+
+def answers_that_are_cut(td):
+    td["text_response"] = ["half of"] * len(td)
+    td["finish_reason"] = ["length"] * len(td)
+    return td
+
+
+@pytest.mark.parametrize("how", ["turn by turn", "stream", "on TensorDicts"])
+def test_a_single_answer_that_is_cut_by_its_length_is_truncated(how):
+    rows = [{"text": "one", "tokens": [5, 6]}] * 4
+    if how == "on TensorDicts":
+        env, policy = LLMEnv.from_dataloader(rows, batch_size=2, from_text=True, epochs=1), answers_that_are_cut
+    else:
+        env, policy = FakeEnv(2), FakePolicy()
+        policy.engine = Cutting()
+        env.source = DatasetSource(rows, epochs=1)
+        env.conversations = DatasetConversations(env.source, 2, prompts=PromptFormat("tokens"))
+    with LLMCollector(env, policy, dialog_turns_per_batch=2, async_envs=how == "stream") as collector:
+        found = [row for batch in collector for row in batch.reshape(-1).unbind(0)]
+    ends = [[bool(row["next", key]) for key in ("terminated", "truncated", "done")] for row in found]
+    reasons = {row["finish_reason"]: flags for row, flags in zip(found, ends, strict=True)}
+    assert reasons["length"] == [False, True, True]
+    assert reasons.get("stop", [True, False, True]) == [True, False, True]

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,17 @@ def test_openings_in_the_three_modes() -> None:
     assert text.template is None
     tokens = DatasetConversations(source, 1, prompts=PromptFormat("tokens"))
     assert tokens.open(0).tokens.tolist() == [5, 6]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("reason", "ends"), [("stop", "terminated"), ("length", "truncated"), ("cancelled", "truncated")]
+)
+def test_an_answer_that_was_cut_off_truncates_its_conversation(make: Any, reason: str, ends: str) -> None:
+    conversations = make(rewards=lambda completions, **columns: [1.0])
+    conversations.open(0)
+    conversations.submit({0: replace(answer("4"), finish_reason=FinishReason(reason))})
+    outcome = conversations.outcomes(20.0)[0]
+    assert (outcome.terminated, outcome.truncated, outcome.reward) == (ends == "terminated", ends == "truncated", 1.0)
 
 
 def test_a_row_with_messages_keeps_its_own_system_prompt() -> None:

@@ -26,8 +26,9 @@ class DatasetConversations(Conversations):
     """Conversations about the prompts of a source, each in a slot.
 
     After an answer: tools that it calls run, and the model goes on; else the environment replies; else the conversation
-    is over. When it is over, reward functions are called, and their weighted sum is added to the reward of its last
-    turn. All of that runs in threads, processes and an event loop; :meth:`outcomes` collects it.
+    is over: terminated, or truncated where the answer was cut off (by its length, or cancelled). When it is over,
+    reward functions are called, and their weighted sum is added to the reward of its last turn. All of that runs in
+    threads, processes and an event loop; :meth:`outcomes` collects it.
 
     Used by one thread.
 
@@ -192,7 +193,8 @@ class DatasetConversations(Conversations):
             self._goes_on(slot, talk)
             return
         if talk.environment is None:
-            talk.outcome.terminated = True
+            complete = answer.finish_reason in (FinishReason.STOP, FinishReason.TOOL)
+            talk.outcome.terminated, talk.outcome.truncated = complete, not complete
             self._finish(slot, talk)
             return
         messages = [dict(message) for message in talk.messages]
