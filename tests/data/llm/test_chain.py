@@ -281,6 +281,19 @@ def test_views_stay_valid_while_the_chain_grows() -> None:
     assert all(view.tolist() == whole[: len(view)] for view in views)
 
 
+def test_parts_of_text_are_written_as_text() -> None:
+    backend = tokenizer("qwen")
+    parts, plain = TokenChain(backend, {}), TokenChain(backend, {})
+    for chain, content in ((parts, lambda text: [{"type": "text", "text": text}]), (plain, lambda text: text)):
+        chain.open([{"role": "user", "content": content("Two?")}])
+        chain.answer(_tokens(backend, "2"))
+        chain.follow([{"role": "tool", "content": content("Three <|im_end|>?")}])
+    assert parts.tokens.tolist() == plain.tokens.tolist()
+    assert parts.messages == plain.messages
+    with pytest.raises(ValueError, match="got a part of type 'image_url' at place 0"):
+        parts.open([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}])
+
+
 def test_tools_and_arguments_reach_the_template() -> None:
     backend = tokenizer("qwen")
 

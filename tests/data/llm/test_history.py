@@ -128,11 +128,28 @@ def test_specs_describe_histories() -> None:
         ([{"content": "a"}], ValueError, "must have the key 'role'.*'content'"),
         ([{"role": "a"}, "b"], TypeError, "a message must be a mapping"),
         ([{"role": "a", "contents": "b"}], ValueError, "may have the keys role, content.*contents"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image", "url": "a.png"}]}],
+            ValueError,
+            "content: expected text, or parts .*, got a part of type 'image' at place 1. .* describe it in text",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], ValueError, "got a part of type 'text' at place 0"),
+        ([{"role": "user", "content": [3]}], ValueError, "got a part of type int at place 0"),
     ],
 )
 def test_what_is_no_chat_is_an_error(chats: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         History.from_chats(chats)
+
+
+def test_parts_of_text_are_text() -> None:
+    parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "3?"}]
+    chat = [{"role": "user", "content": parts}]
+    assert History.from_chats(chat).to_chats() == [CHAT[1]]
+    assert History(role=["user"], content=[parts], batch_size=(1,)).to_chats() == [CHAT[1]]
+    backend = tokenizer("qwen")
+    written = History(role="user", content=parts, batch_size=()).unsqueeze(0).apply_chat_template(tokenizer=backend)
+    assert written == History.from_chats(CHAT[1:2]).apply_chat_template(tokenizer=backend)
 
 
 def test_the_wrong_number_of_dimensions_is_an_error() -> None:

@@ -102,6 +102,38 @@ def test_a_row_with_messages_keeps_its_own_system_prompt() -> None:
     assert conversations.open(0).messages == messages
 
 
+_TEXT = [{"type": "text", "text": "hi"}]
+
+
+def test_parts_of_text_are_text_in_prompts_replies_and_results(make: Any) -> None:
+    rows = [{"messages": [{"role": "user", "content": _TEXT}]}]
+    assert DatasetConversations(DatasetSource(rows), 1).open(0).messages == [{"role": "user", "content": "hi"}]
+    assert DatasetConversations(DatasetSource([{"query": _TEXT}]), 1).open(0).messages[0]["content"] == "hi"
+    text = DatasetConversations(DatasetSource([{"text": _TEXT}]), 1, prompts=PromptFormat("text"))
+    assert text.open(0).text == "hi"
+
+    class Parts:
+        def __init__(self, row: Any) -> None:
+            pass
+
+        def reply(self, messages: Any) -> Any:
+            return [{"role": "user", "content": _TEXT}], 0.0, False
+
+    def tool(kind: str) -> Any:
+        """See."""
+        return [*_TEXT, {"type": kind, "text": "!"}]
+
+    conversations = make(tools=[tool], dialogue=Dialogue(Parts))
+    conversations.open(0)
+    assert ask(conversations, "a").messages == ({"role": "user", "content": "hi"},)
+    assert ask(conversations, call("tool", kind="text")).messages[0]["content"] == "hi!"
+    refused = ask(conversations, call("tool", kind="image")).messages[0]["content"]
+    assert refused.startswith("Error: ValueError: content: expected text, or parts")
+    assert "'image' at place 1" in refused
+    listed = ask(conversations, call("tool", kind="page")).messages[0]["content"]  # data, no parts
+    assert listed.startswith('[{"type": "text"')
+
+
 @pytest.mark.parametrize(
     ("row", "prompts", "message"),
     [
@@ -109,6 +141,13 @@ def test_a_row_with_messages_keeps_its_own_system_prompt() -> None:
         ({"query": 3}, PromptFormat(), r"column 'query' is a int, expected a string or a list of messages"),
         ({"text": [1]}, PromptFormat("text"), r"column 'text' is a list, expected a string"),
         ({"tokens": "abc"}, PromptFormat("tokens"), r"column 'tokens' is a str, expected token ids"),
+        ({"query": [{"type": "image"}]}, PromptFormat(), r"the column 'query': content: .* part of type 'image' at"),
+        ({"text": [{"type": "audio"}]}, PromptFormat("text"), r"the column 'text': content: .* part of type 'audio'"),
+        (
+            {"messages": [{"role": "user", "content": [*_TEXT, {"type": "video"}]}]},
+            PromptFormat(),
+            r"prompt 0 .* the column 'messages': content: .* part of type 'video' at place 1. .* take it out",
+        ),
     ],
 )
 def test_a_row_without_a_prompt_is_named(row: Any, prompts: PromptFormat, message: str) -> None:
@@ -544,6 +583,10 @@ def test_an_empty_reply_is_a_message_or_the_end(make: Any, mode: Any) -> None:
         ((None, 0.0, False), "returned the messages None and done=False.* Return done=True .*, or a message"),
         (([], 0.0, False), r"returned the messages \[\] and done=False"),
         (([3], 0.0, False), r"returned the messages \[3\]"),
+        (
+            ([{"role": "user", "content": [{"type": "image"}]}], 0.0, False),
+            r"returned messages that no model reads: content: .* 'image' at place 0. .*. Correct its method reply",
+        ),
         (("more", 0.0, "no"), "returned done='no', expected True or False"),
         (("more", 0.0, torch.tensor([True, False])), r"returned done=tensor.*, expected True or False"),
         (None, "raised ZeroDivisionError: division by zero"),

@@ -10,6 +10,7 @@ import torch
 
 from rollwright.data.llm.chat_template import ChatTemplate
 from rollwright.data.llm.codec import Codec
+from rollwright.data.llm.content import plain_messages
 from rollwright.data.llm.skeleton import Between, Shape
 from rollwright.data.llm.turns import FinishReason, Message
 
@@ -143,8 +144,8 @@ class TokenChain:
         elif self._template is None:
             self._begin_plain(prompt)
         else:
-            self.messages = list(prompt)
-            self._protected = list(self._template.codec.protect(prompt))
+            self.messages = plain_messages(prompt)
+            self._protected = list(self._template.codec.protect(self.messages))
             self._rendered = self._template.render(self._protected)
             self._append(self._template.codec.encode(self._rendered))
             self.text = Codec.plain(self._rendered)
@@ -213,7 +214,7 @@ class TokenChain:
             self._append(codec.encode(text))
             self.text += Codec.plain(text)
         else:
-            self._extend(self._template, messages)
+            self._extend(self._template, plain_messages(messages))
         self._answered = False
         self._num_prompt = self._size
         return self.tokens
@@ -358,7 +359,7 @@ class TokenChain:
 
 
 def _joined(messages: Sequence[Message]) -> str:
-    return "".join(str(message.get("content") or "") for message in messages)
+    return "".join(str(message.get("content") or "") for message in plain_messages(messages))
 
 
 def _between(template: ChatTemplate, messages: Sequence[Message], place: int, parsed: Message) -> str:

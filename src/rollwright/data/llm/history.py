@@ -9,6 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, lazy_stack
 
 from rollwright._keys import NestedKey
+from rollwright.data.llm.content import plain_messages, text_of
 from rollwright.data.llm.parsing import messages_of
 from rollwright.data.llm.turns import Message
 from rollwright.data.specs import Composite, NonTensor
@@ -27,7 +28,8 @@ class History(_NoCast):  # type: ignore[misc]
 
     Attributes:
         role: who speaks: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``.
-        content: what is said: a string, or parts as a list of dictionaries.
+        content: what is said: a string. Parts of text (``[{"type": "text", "text": ...}]``) are joined to one where a
+            history is made or read; others (images) are refused.
         is_complete: False for an answer that was cut by its length; None: all messages are complete.
         tool_calls: of an assistant's message: a list of dictionaries; None where there are none.
         tool_responses: results of tools, where they are apart from ``content``.
@@ -65,7 +67,7 @@ class History(_NoCast):  # type: ignore[misc]
 
         Raises:
             TypeError: something is no message.
-            ValueError: a message has no role, or a key that histories do not know.
+            ValueError: a message has no role, a key that histories do not know, or content that is no text.
         """
         if not isinstance(chats, Sequence) or isinstance(chats, str):
             raise TypeError(f"chats must be a list of messages, or of chats; got {type(chats).__name__}")
@@ -301,9 +303,9 @@ def message_columns(messages: Iterable[Message]) -> _Columns:
 
     Raises:
         TypeError: something is no message.
-        ValueError: a message has no role, or a key that histories do not know.
+        ValueError: a message has no role, a key that histories do not know, or content that is no text.
     """
-    rows = list(messages)
+    rows = plain_messages(messages)
     used = {"role", "content"}
     for row in rows:
         if not isinstance(row, Mapping):
@@ -344,6 +346,8 @@ def _plain(value: Any) -> Any:
 
 def _clean(row: dict[str, Any]) -> dict[str, Any]:
     """A message without the fields that say nothing."""
+    if isinstance(row.get("content"), list | tuple):
+        row["content"] = text_of(row["content"])
     return {
         key: list(value) if key == "tool_calls" else value
         for key in _FIELDS

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rollwright.data.llm.content import is_parts, plain_messages, text_of
 from rollwright.data.llm.turns import InputMode, Message
 from rollwright.envs.llm.core import Opening, PromptDraw
 from rollwright.envs.llm.rewards import place
@@ -20,6 +21,7 @@ class PromptFormat:
 
     Args:
         mode: ``"history"``: messages, or a string, which becomes the message of a user; the chat template writes them.
+            Their content is a string, or parts of text, which are joined.
             ``"text"``: a string, which is read as it is. ``"tokens"``: token ids, which are read as they are; where
             the row has an ``attention_mask``, those that it marks.
         key: of the column; None: ``"query"``, ``"prompt"``, ``"messages"`` or ``"text"`` (``"tokens"`` or
@@ -44,6 +46,8 @@ class PromptFormat:
     def __post_init__(self) -> None:
         if self.mode not in ("history", "text", "tokens"):
             raise ValueError(f"input_mode: expected 'history', 'text' or 'tokens', got {self.mode!r}.")
+        if self.system_prompt is not None and not isinstance(self.system_prompt, str):
+            raise TypeError(f"system_prompt: expected a string, got {type(self.system_prompt).__name__}. Pass a text.")
         if self.system_prompt is not None and self.mode != "history":
             raise ValueError(
                 f"system_prompt: a prompt of {self.mode} is read as it is. Use input_mode='history', or write it into "
@@ -58,6 +62,13 @@ class PromptFormat:
         """
         key = self._key(draw)
         value = draw.row[key]
+        try:
+            if is_parts(value):
+                value = text_of(value)
+            elif self.mode == "history" and _are_messages(value):
+                value = plain_messages(value)
+        except ValueError as error:
+            raise EnvError(f"{place(draw.origin)}: the column {key!r}: {error}") from None
         if self.mode == "tokens":
             return Opening(draw, tokens=_tokens(value, draw.row.get("attention_mask"), draw, key))
         if self.mode == "text":
@@ -83,13 +94,17 @@ class PromptFormat:
     def _messages(self, value: Any, draw: PromptDraw, key: str) -> list[Message]:
         if isinstance(value, str):
             messages: list[Message] = [{"role": self.user_role, "content": value}]
-        elif isinstance(value, Sequence) and value and all(isinstance(m, Mapping) and "role" in m for m in value):
+        elif _are_messages(value):
             messages = list(value)
         else:
             raise _wrong(draw, key, value, "a string or a list of messages with role and content", "Correct the row.")
         if self.system_prompt is not None and messages[0]["role"] != self.system_role:
             messages.insert(0, {"role": self.system_role, "content": self.system_prompt})
         return messages
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, Sequence) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
 
 
 def _tokens(value: Any, mask: Any, draw: PromptDraw, key: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from rollwright.data.llm.content import plain_messages
 from rollwright.data.llm.turns import Message
 
 
@@ -112,6 +113,10 @@ def as_reply(returned: Any) -> Reply:
         raise ValueError(
             f"returned the messages {_shown(messages)}, expected a string or mappings with role and content"
         )
+    try:
+        messages = plain_messages(messages)
+    except ValueError as error:
+        raise ValueError(f"returned messages that no model reads: {str(error).rstrip('.')}") from None
     done = _flag(done)
     if not done and not messages:
         raise ValueError(
@@ -122,7 +127,7 @@ def as_reply(returned: Any) -> Reply:
         reward = reward.detach().to("cpu", torch.float32)
         if not bool(reward.isfinite().all()):
             raise ValueError("returned NaN or infinity among the rewards of the tokens")
-        return Reply(list(messages), reward, done)
+        return Reply(messages, reward, done)
     try:
         if isinstance(reward, (str, bytes)):  # which float() would read
             raise TypeError
@@ -131,7 +136,7 @@ def as_reply(returned: Any) -> Reply:
         raise ValueError(f"returned the reward {_shown(reward)}, expected a number") from None
     if not math.isfinite(number):
         raise ValueError(f"returned the reward {'NaN' if number != number else number}, expected a finite number")
-    return Reply(list(messages), number, done)
+    return Reply(messages, number, done)
 
 
 def _flag(done: Any) -> bool:

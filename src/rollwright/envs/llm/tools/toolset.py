@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from rollwright.data.llm.content import is_parts, text_of
 from rollwright.envs.llm.tools.core import ParsedAnswer, Tool, ToolCall, ToolParser
 from rollwright.envs.llm.tools.functions import FunctionTool
 from rollwright.envs.llm.tools.parsers import parser_of
@@ -87,9 +88,13 @@ class Toolset:
     def content(self, result: Any) -> str:
         """The content of the message with a result: strings as they are, other values as JSON where they can be.
 
-        Half of a surrogate pair, which is no text, becomes U+FFFD.
+        Parts of text (``[{"type": "text", "text": ...}]``) are text. Half of a surrogate pair, which is no text,
+        becomes U+FFFD.
+
+        Raises:
+            ValueError: a part is none of text.
         """
-        text = as_text(result)
+        text = text_of(result) if is_parts(result) else as_text(result)
         if len(text) > self.result_chars:
             text = f"{text[: self.result_chars]}\n[result cut after {self.result_chars} characters]"
         return _SURROGATE.sub("\ufffd", text)
