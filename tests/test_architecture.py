@@ -69,7 +69,7 @@ BUDGETS = {
     "envs/own": (565, 550),
     "envs/transforms": (4140, 3875),
     "modules": (2410, 2020),
-    "modules/llm": (1670, 1440),
+    "modules/llm": (2000, 1750),
     "policies": (3095, 3015),
     "testing": (2180, 2000),
     "weight_update": (1325, 1275),

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollwright.data.llm.turns import LogProbMode
+from rollwright.modules.llm.distribution import TokenDistribution
 from rollwright.modules.llm.engine import Sampling
 from rollwright.modules.llm.sampling import (
+    Drawn,
     Sampler,
+    Seen,
     child_seed,
     draw_by_rows,
     draw_by_tensors,
@@ -99,8 +106,97 @@ def test_top_k_and_top_p_keep_the_smallest_sets() -> None:
     assert restrict(logits, Sampling()) is logits
 
 
+def test_min_p_keeps_what_is_probable_beside_the_best() -> None:
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+    assert restrict(logits, Sampling(min_p=0.45)).isfinite().tolist() == [[False, True, True, True]]
+    assert restrict(logits, Sampling(min_p=0.8)).isfinite().sum() == 1
+    hot = restrict(logits, Sampling(min_p=0.45, temperature=10.0))  # of the probabilities after temperature
+    assert hot.isfinite().all()
+    assert restrict(logits, Sampling(min_p=0.45, top_p=0.7)).isfinite().sum() == 2  # top-p counts what min-p left
+
+
+def test_penalties_are_those_of_known_numbers() -> None:
+    logits = torch.tensor([[2.0, -1.0, 1.0, 0.5, 0.0]])
+    seen = [Seen(np.array([0, 1]), np.array([1, 2, 2]))]
+    sampling = Sampling(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    sampler = Sampler(sampling)
+    assert sampler.penalises
+    numbers = sampler.place(uniforms(np.zeros(1, np.uint64), np.zeros(1, np.int64), 1))[0]
+    expected = torch.tensor([1.0, -2.0 - 0.75, 0.5 - 1.0, 0.5, 0.0]).log_softmax(-1)
+    drawn = sampler(logits, numbers, seen)
+    assert drawn.log_probs[0] == pytest.approx(float(expected[drawn.tokens[0]]), abs=1e-6)
+    for token in (1, 2, 2, 0):
+        response = torch.tensor([1, 2, 2, token])
+        found = token_log_probs(logits.expand(4, -1), response, sampling, torch.tensor([0, 1]))
+        assert float(found[-1]) == pytest.approx(float(expected[token]), abs=1e-6)
+    with pytest.raises(ValueError, match="prompt: log-probabilities under penalties"):
+        token_log_probs(logits, torch.tensor([1]), sampling)
+    with pytest.raises(ValueError, match="sampling: log-probabilities under penalties"):
+        TokenDistribution(logits, torch.ones(1, dtype=torch.bool), sampling)
+
+
+VARIED = [
+    Sampling(),
+    Sampling(temperature=0.0),
+    Sampling(top_k=4, temperature=2.0),
+    Sampling(min_p=0.2),
+    Sampling(top_p=0.5),
+    Sampling(repetition_penalty=3.0, top_k=9),
+    Sampling(presence_penalty=1.0, frequency_penalty=-0.5),
+    Sampling(temperature=0.0, frequency_penalty=9.0),
+]
+
+
 @pytest.mark.parametrize("mode", ["sampled", "raw"])
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.8}])
+def test_rows_of_unequal_sampling_draw_what_each_draws_alone(mode: LogProbMode) -> None:
+    logits = 2 * torch.randn(16, 60, generator=torch.Generator().manual_seed(3))
+    rows = [replace(one, log_prob_mode=mode) for one in VARIED] * 2
+    seeds = np.arange(16, dtype=np.uint64)
+    seen = [Seen(np.arange(row, 20), np.arange(row, 40) % 7) for row in range(16)]
+    sampler = Sampler(rows[0]).of_rows(rows)
+    for at in range(3):
+        numbers = uniforms(seeds, np.full(16, at), 1)
+        together = sampler(logits, sampler.place(numbers)[0], seen)
+        tensors = draw_on_tensors(rows, logits, numbers, seen)
+        assert together.tokens == tensors.tokens
+        for row, how in enumerate(rows):
+            single = Sampler(how)
+            number = single.place(numbers[:, :, row : row + 1])[0]
+            alone = single(logits[row : row + 1], number, seen[row : row + 1])
+            assert alone.tokens[0] == together.tokens[row]
+            assert together.log_probs[row] == pytest.approx(alone.log_probs[0], abs=1e-6)
+            assert tensors.log_probs[row] == pytest.approx(alone.log_probs[0], abs=1e-5)
+
+
+def draw_on_tensors(rows: list[Sampling], logits: torch.Tensor, numbers: Any, seen: list[Seen]) -> Drawn:
+    sampler = Sampler(rows)
+    sampler._draw = draw_by_tensors
+    return sampler(logits, torch.from_numpy(numbers[0]), seen)
+
+
+def test_rows_of_equal_sampling_cost_one_operation_on_tensors() -> None:
+    counted = Counter[str]()
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counted[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    own = Sampler(Sampling(max_new_tokens=8))
+    sampler = own.of_rows([Sampling(max_new_tokens=8, stop=("x",)), Sampling(max_new_tokens=3)])
+    assert sampler is own
+    numbers = sampler.place(uniforms(np.zeros(2, np.uint64), np.zeros(2, np.int64), 1))[0]
+    logits = torch.zeros(2, 30)
+    with torch.inference_mode(), Counts():
+        sampler(logits, numbers)
+        found = dict(counted)
+        counted.clear()
+        logits.softmax(-1).numpy()
+    assert found == counted
+
+
+@pytest.mark.parametrize("mode", ["sampled", "raw"])
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.5}, {"top_k": 5}, {"min_p": 0.1}])
 def test_log_probs_of_given_tokens_are_those_of_the_draw(mode: str, options: dict[str, float]) -> None:
     sampling = Sampling(log_prob_mode=mode, **options)  # type: ignore[arg-type]
     logits = torch.randn(16, 50, generator=torch.Generator().manual_seed(1))
@@ -117,6 +213,10 @@ def test_log_probs_of_given_tokens_are_those_of_the_draw(mode: str, options: dic
         ({"temperature": -1.0}, "temperature: expected 0 or more"),
         ({"top_k": -1}, "top_k: expected 0 or more"),
         ({"top_p": 0.0}, "top_p: expected more than 0"),
+        ({"min_p": 1.5}, r"min_p: expected 0 \(all tokens\) to 1, got 1.5"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty: expected more than 0"),
+        ({"presence_penalty": float("nan")}, r"presence_penalty: expected a finite number"),
+        ({"frequency_penalty": float("inf")}, r"frequency_penalty: expected a finite number"),
         ({"log_prob_mode": "both"}, "log_prob_mode: expected 'sampled' or 'raw', got 'both'"),
     ],
 )
@@ -135,6 +235,10 @@ def test_what_is_no_number_is_an_error(kwargs: dict[str, Any]) -> None:
 def test_generate_kwargs_have_the_names_of_the_field() -> None:
     found = sampling_of({"max_tokens": 3, "do_sample": False, "top_k": -1}, log_prob_mode="raw")
     assert found == Sampling(max_new_tokens=3, temperature=0.0, log_prob_mode="raw")
+    found = sampling_of({"stop": "\n", "min_p": 0.1, "repetition_penalty": 1.1}, log_prob_mode="raw")
+    assert found == Sampling(stop=("\n",), min_p=0.1, repetition_penalty=1.1, log_prob_mode="raw")
+    with pytest.raises(TypeError, match="stop: expected a tuple of strings that are not empty, got"):
+        sampling_of({"stop": ["a", ""]}, log_prob_mode="raw")
     with pytest.raises(ValueError, match="'num_beams' are not supported"):
         sampling_of({"num_beams": 2}, log_prob_mode="raw")
     with pytest.raises(ValueError, match="max_tokens beside max_new_tokens"):

@@ -13,6 +13,7 @@ import transformers
 from tests.llm_models import MODELS, model, tokenizer
 from tests.variants import in_turn
 
+from rollwright.data.llm.codec import Codec
 from rollwright.data.llm.turns import FinishReason
 from rollwright.modules.llm.engine import Completion, Request, Sampling
 from rollwright.modules.llm.sampling import token_log_probs
@@ -50,7 +51,14 @@ def _all(engine: TransformersEngine) -> dict[Any, Completion]:
 @pytest.mark.parametrize(
     ("options", "mode"),
     in_turn(
-        [{"temperature": 0.5}, {}, {"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0}],
+        [
+            {"temperature": 0.5},
+            {},
+            {"temperature": 2.0, "repetition_penalty": 1.3},
+            {"top_k": 5, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+            {"top_p": 0.8, "min_p": 0.05},
+            {"temperature": 0.0},
+        ],
         ["sampled", "raw"],
     ),
 )
@@ -66,7 +74,7 @@ def test_log_probs_equal_a_forward_pass(kind: str, mode: str, options: dict[str,
         tokens = done[key].tokens
         with torch.no_grad():
             logits = lm(torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1]
-        expected = token_log_probs(logits, tokens, sampling)
+        expected = token_log_probs(logits, tokens, sampling, prompt)
         assert (done[key].log_probs - expected).abs().max() < 1e-4
         ended += done[key].finish_reason is FinishReason.STOP
         assert (int(tokens[-1]) in engine.end_ids) is (done[key].finish_reason is FinishReason.STOP)
@@ -85,6 +93,59 @@ def test_the_same_seed_gives_the_same_tokens_in_any_batch_and_order(kind: str) -
         found.append([done[key].tokens.tolist() for key in range(32)])
     assert all(tokens == found[0] for tokens in found)
     assert len({len(tokens) for tokens in found[0]}) > 5
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_requests_have_sampling_of_their_own_in_one_call_of_the_model(kind: str) -> None:
+    lm, prompts, calls = _lively(kind), _prompts(24), []
+    ways: list[Sampling | None] = [
+        None,
+        Sampling(max_new_tokens=12, temperature=0.0),
+        Sampling(max_new_tokens=20, top_k=7, repetition_penalty=1.5, stop_token_ids=STOP),
+        Sampling(max_new_tokens=16, min_p=0.1, frequency_penalty=0.4, stop_token_ids=(30, 31, 32)),
+    ]
+    how = Sampling(max_new_tokens=16, stop_token_ids=STOP)
+    requests = [Request(key, p, seed=3 * key, sampling=ways[key % 4]) for key, p in enumerate(prompts)]
+    alone = {}
+    for request in requests:
+        engine = TransformersEngine(lm, sampling=request.sampling or how)
+        (alone[request.key],) = engine.generate([Request(0, request.prompt, request.seed)])
+    lm.register_forward_pre_hook(lambda *_: calls.append(None))
+    together = TransformersEngine(lm, sampling=how, max_batch_size=24).generate(requests)
+    for done in together:
+        assert done.tokens.tolist() == alone[done.key].tokens.tolist()
+        assert torch.allclose(done.log_probs, alone[done.key].log_probs, atol=1e-5)
+        assert done.finish_reason is alone[done.key].finish_reason
+    assert len(calls) == max(len(done.tokens) for done in together)
+    assert len({len(done.tokens) for done in together}) > 3
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it(size: int) -> None:
+    tok, lm = tokenizer("qwen"), _lively("qwen3")
+    codec, prompts = Codec(tok), _prompts(16)
+    free = TransformersEngine(lm, tokenizer=tok, sampling=Sampling(max_new_tokens=24, temperature=2.0))
+    whole = {c.key: c for c in free.generate([Request(key, p, seed=key) for key, p in enumerate(prompts)])}
+    stops = (
+        "\ufffd\u00e9",
+        *(codec.decode(whole[key].tokens[5:8].tolist()).strip("\ufffd") for key in range(0, 16, 2)),
+    )
+    sampling = Sampling(max_new_tokens=24, temperature=2.0, stop=tuple(stop for stop in stops if stop))
+    engine = TransformersEngine(lm, tokenizer=tok, max_batch_size=size)
+    engine.submit([Request(key, p, seed=key, sampling=sampling) for key, p in enumerate(prompts)])
+    early = 0
+    for key, done in _all(engine).items():
+        tokens, texts = whole[key].tokens.tolist(), []
+        for length in range(1, len(tokens) + 1):  # the oracle: all of the text, at each token
+            texts.append(codec.decode(tokens[:length]))
+            if any(stop in texts[-1] for stop in sampling.stop) or tokens[length - 1] in engine.end_ids:
+                break
+        assert done.tokens.tolist() == tokens[: len(texts)]
+        assert torch.allclose(done.log_probs, whole[key].log_probs[: len(texts)], atol=1e-5)
+        stopped = any(stop in texts[-1] for stop in sampling.stop) or tokens[len(texts) - 1] in engine.end_ids
+        assert done.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        early += len(texts) < len(tokens)
+    assert early >= 8
 
 
 def test_equal_prompts_share_a_pass_and_differ_by_seed() -> None:
@@ -147,6 +208,21 @@ def test_a_response_never_exceeds_the_positions_beside_longer_ones() -> None:
         (Request("a", torch.tensor([0.5]), 0), TypeError, "expected an int64 tensor"),
         (Request("a", [5], 0), TypeError, "got list"),  # type: ignore[arg-type]
         (Request("a", torch.tensor([5]), 0, max_new_tokens=9), ValueError, "max_new_tokens of request 'a': expected 1"),
+        (
+            Request("a", torch.tensor([5]), 0, sampling=Sampling(stop_token_ids=(600,))),
+            ValueError,
+            r"stop_token_ids of request 'a': expected ids of a vocabulary of 512, got \[600\]",
+        ),
+        (
+            Request("a", torch.tensor([5]), 0, sampling=Sampling(stop=("x",))),
+            ValueError,
+            "stop of request 'a': strings",
+        ),
+        (
+            Request("a", torch.tensor([5]), 0, sampling=Sampling(log_prob_mode="raw")),
+            ValueError,
+            "sampling of request 'a': expected log_prob_mode='sampled'",
+        ),
         (Request("there", torch.tensor([5]), 0), ValueError, "key of request 'there'"),
     ],
 )
@@ -305,6 +381,8 @@ def test_wrong_models_are_refused() -> None:
     assert "expected one that returns logits, got Qwen3Model" in str(failed.error)
     with pytest.raises(ValueError, match="max_batch_size: expected at least 1"):
         TransformersEngine(model(), max_batch_size=0)
+    with pytest.raises(ValueError, match=r"stop: strings \('x',\) need a tokenizer"):
+        TransformersEngine(model(), sampling=Sampling(stop=("x",)))
     with pytest.raises(ValueError, match="stop_token_ids"):
         TransformersEngine(model(), sampling=Sampling(stop_token_ids=(999,)))
 

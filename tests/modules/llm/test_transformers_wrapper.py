@@ -236,6 +236,8 @@ def test_wrong_prompts_are_errors() -> None:
         _wrapper()(TensorDict({"tokens": {"prompt": torch.full((1, 3), 512)}}, [1]))
     with pytest.raises(ValueError, match="tokens of row 0: expected ids in"):
         _wrapper(generate=False)(TensorDict({"tokens": {"full": torch.full((1, 3), 512)}}, [1]))
+    with pytest.raises(ValueError, match="generate_kwargs: log-probabilities under penalties"):
+        _wrapper(generate=False, generate_kwargs={"presence_penalty": 1.0})
 
 
 def test_modules_has_it_too() -> None:

@@ -13,13 +13,45 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from rollwright.data.llm.codec import Codec
 from rollwright.data.llm.turns import FinishReason, Version
 from rollwright.modules.llm.causal_lm import CausalLM
-from rollwright.modules.llm.engine import Completion, Request
-from rollwright.modules.llm.sampling import Sampler, uniforms
+from rollwright.modules.llm.engine import Completion, Request, Sampling
+from rollwright.modules.llm.sampling import Sampler, Seen, uniforms
 
 _AHEAD = 32  # tokens of each row whose random numbers are computed at once
 _ROOM = 64  # tokens that the history has room for at first
+
+
+class StopStrings:
+    """Finds strings in what a response writes.
+
+    Args:
+        codec: of the tokenizer.
+        strings: to find.
+
+    Example:
+        >>> class Letters:
+        ...     def decode(self, tokens):
+        ...         return "".join(map(chr, tokens))
+        >>> finds = StopStrings(Letters(), ("END",))
+        >>> finds(np.array([87, 69, 78])), finds(np.array([87, 69, 78, 68]))
+        (False, True)
+    """
+
+    def __init__(self, codec: Codec, strings: Sequence[str]) -> None:
+        self._decode, self._strings = codec.decode, strings
+        # A token writes a byte at least; those of half a character may stand before them.
+        self._most = max(len(string.encode()) for string in strings) + 4
+
+    def __call__(self, tokens: npt.NDArray[np.int64]) -> bool:
+        """Whether a string is complete with the last token.
+
+        Args:
+            tokens: of the response so far, int64 ``[response]``.
+        """
+        text = self._decode(tokens[-self._most :].tolist())
+        return any(string in text for string in self._strings)
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +62,9 @@ class Row:
         request: that it answers.
         limit: tokens at most.
         deliver: takes its completion.
+        sampling: how its tokens are sampled.
+        ends: tokens that end it.
+        stops: finds strings that end it; None: there are none.
         submitted, begun: when, in seconds of ``time.perf_counter``.
         start: step at which its first token was sampled.
         ended: whether it is over; its place in the batch is not yet given up then.
@@ -38,6 +73,9 @@ class Row:
     request: Request
     limit: int
     deliver: Callable[[Completion], None]
+    sampling: Sampling
+    ends: frozenset[int]
+    stops: StopStrings | None = None
     submitted: float = field(default_factory=time.perf_counter)
     begun: float = 0.0
     start: int = 0
@@ -54,13 +92,11 @@ class Generator(NamedTuple):
 
     Attributes:
         lm: the model.
-        sampler: draws tokens.
-        ends: tokens that end a response.
+        sampler: draws tokens where requests say nothing else.
     """
 
     lm: CausalLM
     sampler: Sampler
-    ends: frozenset[int]
 
 
 class Decoding:
@@ -232,6 +268,11 @@ class Decoding:
         self._seeds = np.array([row.request.seed for row in self.rows], np.uint64)
         self._starts = np.array([row.start for row in self.rows], np.int64)
         self._lengths = np.array([row.request.prompt.shape[0] for row in self.rows], np.int64)
+        self._sampler = self._generator.sampler.of_rows([row.sampling for row in self.rows])
+        self._ends = frozenset[int]().union(*{row.ends for row in self.rows})
+        self._stops = [(place, row) for place, row in enumerate(self.rows) if row.stops is not None]
+        if self._sampler.penalises:
+            self._prompts = [np.unique(row.request.prompt.numpy()) for row in self.rows]
         self._used = self._planned = 0
         self._count()
 
@@ -244,7 +285,7 @@ class Decoding:
         """Make what the next steps read and what depends on no token: random numbers and positions."""
         self._planned, self._used = max(min(_AHEAD, self._last_end - self._time), 1), 0
         first = self._time - self._starts
-        self._numbers = self._generator.sampler.place(uniforms(self._seeds, first, self._planned))
+        self._numbers = self._sampler.place(uniforms(self._seeds, first, self._planned))
         positions = self._lengths + first
         if self._active < len(self.rows):
             positions[[row.ended for row in self.rows]] = -self._planned  # see _complete
@@ -257,7 +298,8 @@ class Decoding:
         if self._used == self._planned:
             self._plan()
         used, line = self._used, self._time
-        tokens, log_probs, ids = self._generator.sampler(logits, self._numbers[used])
+        seen = self._seen() if self._sampler.penalises else ()
+        tokens, log_probs, ids = self._sampler(logits, self._numbers[used], seen)
         self._position = self._positions[used]
         if line == len(self._tokens):
             self._make_room()
@@ -267,11 +309,26 @@ class Decoding:
         self._last = self._lines[line] if ids is None else ids
         self._versions.append(version)
         self._used, self._time = used + 1, line + 1
-        return self._time >= self._next_end or not self._generator.ends.isdisjoint(tokens)
+        may_end = self._time >= self._next_end or not self._ends.isdisjoint(tokens)
+        return may_end or (bool(self._stops) and any(self._has_stopped(place, row) for place, row in self._stops))
+
+    def _seen(self) -> list[Seen]:
+        """Tokens of each row so far."""
+        return [
+            Seen(prompt, self._tokens[row.start : self._time, place])
+            for place, (row, prompt) in enumerate(zip(self.rows, self._prompts, strict=True))
+        ]
+
+    def _has_stopped(self, place: int, row: Row) -> bool:
+        """Whether a string that ends the row is complete."""
+        return row.stops is not None and not row.ended and row.stops(self._tokens[row.start : self._time, place])
 
     def _end_rows(self) -> None:
         """Complete rows that ended with the last token."""
-        ends = [token in self._generator.ends for token in self._tokens[self._time - 1].tolist()]
+        ends = [
+            token in row.ends or self._has_stopped(place, row)
+            for place, (token, row) in enumerate(zip(self._tokens[self._time - 1].tolist(), self.rows, strict=True))
+        ]
         places, reasons = [], []
         for place, (row, end) in enumerate(zip(self.rows, ends, strict=True)):
             if not row.ended and (end or self._time - row.start >= row.limit):

@@ -8,7 +8,7 @@ import torch
 from torch.distributions import Distribution
 
 from rollwright.modules.llm.engine import Sampling
-from rollwright.modules.llm.sampling import restrict, token_log_probs
+from rollwright.modules.llm.sampling import NO_PENALTIES, restrict, token_log_probs
 
 
 class TokenDistribution(Distribution):
@@ -20,6 +20,9 @@ class TokenDistribution(Distribution):
         mask: bool ``[*batch, tokens]``: which tokens count; False at padding and at the first token.
         sampling: of which log-probabilities are, by its mode.
 
+    Raises:
+        ValueError: ``sampling`` has penalties, and its mode is ``"sampled"``.
+
     Example:
         >>> logits = torch.zeros(1, 3, 4)
         >>> dist = TokenDistribution(logits, torch.tensor([[False, True, True]]), Sampling())
@@ -30,6 +33,8 @@ class TokenDistribution(Distribution):
     arg_constraints: ClassVar[Any] = {}
 
     def __init__(self, logits: torch.Tensor, mask: torch.Tensor, sampling: Sampling) -> None:
+        if sampling.penalises and sampling.log_prob_mode == "sampled":
+            raise ValueError(NO_PENALTIES.format("sampling"))
         self.logits, self.mask, self._sampling = logits, mask, sampling
         super().__init__(logits.shape[:-1], validate_args=False)
 

@@ -16,6 +16,7 @@ _NO_COPY = (
     "{} holds a language model and responses in progress, and cannot be copied or pickled. Pass policy_factory, a "
     "function that builds it where it is needed, in place of policy."
 )
+_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,15 @@ class Sampling:
         top_k: sample from the most probable ``top_k`` tokens; 0: from all.
         top_p: sample from the smallest set of tokens whose probability is at least ``top_p``.
         stop_token_ids: tokens that end a response, beside the end-of-sequence tokens of the model.
-        log_prob_mode: ``"sampled"``: log-probabilities of the distribution that was sampled from, after temperature,
-            top-k and top-p; ``"raw"``: of the softmax of the logits.
+        log_prob_mode: ``"sampled"``: log-probabilities of the distribution that was sampled from, after all that is
+            said here; ``"raw"``: of the softmax of the logits.
+        min_p: sample from tokens that are at least ``min_p`` times as probable as the most probable one; 0: from all.
+        repetition_penalty: divides positive logits of tokens that prompt or response have, and multiplies negative
+            ones; 1: none.
+        presence_penalty: is taken from the logits of tokens that the response has.
+        frequency_penalty: the same, for each time that the response has them.
+        stop: strings that end a response, at the token in which the first of them is complete. Tokens stay as they
+            were sampled, so that the text of a response has the string, and what its last token wrote after it.
     """
 
     max_new_tokens: int = 128
@@ -38,23 +46,50 @@ class Sampling:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     log_prob_mode: LogProbMode = "sampled"
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, kind in (("max_new_tokens", Integral), ("top_k", Integral), ("temperature", Real), ("top_p", Real)):
+        for name, kind in (("max_new_tokens", Integral), ("top_k", Integral), *((name, Real) for name in _REALS)):
             value = getattr(self, name)
             if not isinstance(value, kind):
                 expected = "a whole number" if kind is Integral else "a number"
                 raise TypeError(f"{name}: expected {expected}, got {value!r}.")
+        if not isinstance(self.stop, tuple) or not all(isinstance(one, str) and one for one in self.stop):
+            raise TypeError(f"stop: expected a tuple of strings that are not empty, got {self.stop!r}.")
+        infinity = float("inf")
         bounds = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (0 <= self.temperature < float("inf"), "0 or more (0: the most probable token)"),
+            "temperature": (0 <= self.temperature < infinity, "0 or more (0: the most probable token)"),
             "top_k": (self.top_k >= 0, "0 or more (0: all tokens)"),
             "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "0 (all tokens) to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < infinity, "more than 0 (1: none)"),
+            "presence_penalty": (abs(self.presence_penalty) < infinity, "a finite number"),
+            "frequency_penalty": (abs(self.frequency_penalty) < infinity, "a finite number"),
             "log_prob_mode": (self.log_prob_mode in ("sampled", "raw"), "'sampled' or 'raw'"),
         }
         for name, (holds, expected) in bounds.items():
             if not holds:
                 raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}.")
+
+    @property
+    def distribution(self) -> tuple[float, ...]:
+        """What the distribution of a token depends on, beside the logits; equal where the distributions are."""
+        return (self.temperature, self.top_k, self.top_p, self.min_p, *self.penalties)
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Of repetition, presence and frequency."""
+        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the distribution of a token depends on which tokens came before, beside the logits."""
+        return self.penalties != (1, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +101,14 @@ class Request:
         prompt: tokens, int64 ``[prompt]``; nobody writes them meanwhile.
         seed: of the generator of this response: the same seed and prompt give the same tokens, in any batch.
         max_new_tokens: fewer than :attr:`Sampling.max_new_tokens`; None: that many.
+        sampling: how its tokens are sampled; None: as the engine says. Its ``log_prob_mode`` is that of the engine.
     """
 
     key: Hashable
     prompt: torch.Tensor
     seed: int
     max_new_tokens: int | None = None
+    sampling: Sampling | None = None
 
 
 @dataclass(slots=True)
@@ -104,11 +141,11 @@ class Engine(ABC):
 
     Attributes:
         tokenizer: of the model; a tokenizer of transformers, or None where prompts come as tokens only.
-        sampling: how tokens are sampled.
+        sampling: how tokens are sampled where a request says nothing else.
         max_length: tokens that prompt and response have room for; None: no limit.
         vocab_size: token ids are less.
         never_copied: collectors use the object itself: they neither copy it, send it to a process, nor save its state.
-        end_ids: tokens that end a response.
+        end_ids: tokens that end a response where its request says nothing else.
     """
 
     never_copied = True

@@ -1,7 +1,7 @@
 """Sampling of tokens from logits, with log-probabilities, by generators that depend on seed and position only.
 
-The distribution of a row is the softmax of its logits after temperature, then top-k, then top-p, as transformers and
-vLLM apply them. Tokens that tie with the last one kept are kept too.
+The distribution of a row is the softmax of its logits after penalties, temperature, min-p, top-k and top-p, in this
+order, which is vLLM's. Tokens that tie with the last one kept are kept too.
 
 A row draws with two numbers in [0, 1) for each token: hashes (SplitMix64) of its seed and of the token's place in the
 response. The first one picks a block of the vocabulary by the inverse of its cumulative probabilities, the second one
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -34,6 +35,11 @@ from rollwright.modules.llm.engine import Sampling
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _GOLDEN_2, _MASK = 2 * 0x9E3779B97F4A7C15, 2**64 - 1
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_AS_THEY_ARE = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+NO_PENALTIES = (
+    "{}: log-probabilities under penalties depend on where the response begins. Pass log_prob_mode='raw', or call "
+    "token_log_probs(logits, response, sampling, prompt) for each response."
+)
 _30, _27, _31, _13 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(13)
 
 
@@ -101,6 +107,18 @@ class Drawn(NamedTuple):
     ids: torch.Tensor | None
 
 
+class Seen(NamedTuple):
+    """Tokens that rows have, as penalties read them.
+
+    Attributes:
+        prompt: different tokens of the prompt, int64 ``[tokens]``.
+        response: tokens of the response so far, int64 ``[tokens]``.
+    """
+
+    prompt: npt.NDArray[np.int64]
+    response: npt.NDArray[np.int64]
+
+
 class Sampler:
     """Draws one token for each row of logits.
 
@@ -108,8 +126,11 @@ class Sampler:
     works on tensors, and tokens and log-probabilities are copied to the CPU together.
 
     Args:
-        sampling: how.
+        sampling: how; a list: of each row. Rows of equal distributions are worked on together.
         device: of the logits.
+
+    Attributes:
+        penalises: whether it has to know the tokens of rows.
 
     Example:
         >>> sampler = Sampler(Sampling(top_k=1))
@@ -119,32 +140,88 @@ class Sampler:
         ([1, 0], [0.0, 0.0])
     """
 
-    def __init__(self, sampling: Sampling, device: torch.device | str = "cpu") -> None:
-        self._sampling, self._device = sampling, torch.device(device)
+    def __init__(self, sampling: Sampling | Sequence[Sampling], device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
         self._draw = draw_by_rows if self._device.type == "cpu" else draw_by_tensors
-        self._raw = sampling.log_prob_mode == "raw"
-        self._restricts = sampling.temperature not in (0, 1) or sampling.top_k > 0 or sampling.top_p < 1
+        rows = [sampling] if isinstance(sampling, Sampling) else sampling
+        self._sampling = rows[0]
+        self._raw = rows[0].log_prob_mode == "raw"
+        kinds: dict[Any, list[int]] = {}
+        for place, row in enumerate(rows):
+            kinds.setdefault(row.distribution, []).append(place)
+        self._groups = [(rows[places[0]], torch.tensor(places, device=device)) for places in kinds.values()]
+        if len(self._groups) == 1:
+            self._groups = []
+        self._penalties = [row.penalties for row in rows]
+        self.penalises = any(row.penalises for row in rows)
+        self._is_greedy = not self._groups and rows[0].temperature == 0
+        self._restricts = rows[0].temperature != 1 or rows[0].top_k > 0 or rows[0].top_p < 1 or rows[0].min_p > 0
+
+    def of_rows(self, rows: Sequence[Sampling]) -> Sampler:
+        """A sampler of rows: this one where they are as its own."""
+        own = self._sampling.distribution
+        if not self._groups and all(row is self._sampling or row.distribution == own for row in rows):
+            return self
+        return Sampler(rows, self._device)
 
     def place(self, numbers: npt.NDArray[np.float64]) -> Any:
         """Numbers of :func:`uniforms` where they are needed."""
         return numbers.tolist() if self._draw is draw_by_rows else torch.from_numpy(numbers).to(self._device)
 
-    def __call__(self, logits: torch.Tensor, numbers: Any) -> Drawn:
+    def __call__(self, logits: torch.Tensor, numbers: Any, seen: Sequence[Seen] = ()) -> Drawn:
         """Draw.
 
         Args:
             logits: ``[n, vocab]``, of any float dtype, without gradients.
             numbers: for each token two of each row, as :meth:`place` returned them.
+            seen: tokens of each row; read by penalties only.
 
         Returns:
             The tokens. Where logits are NaN, so are log-probabilities.
         """
         if logits.dtype is not torch.float32:
             logits = logits.float()
-        if self._sampling.temperature == 0:
-            return self._draw(logits, logits, None, self._raw)
-        kept = restrict(logits, self._sampling) if self._restricts else logits
+        kept = self._penalised(logits, seen) if self.penalises else logits
+        if self._is_greedy:
+            return self._draw(logits, kept, None, self._raw)
+        if self._groups:
+            parts = [(places, restrict(kept[places], sampling)) for sampling, places in self._groups]
+            kept = torch.empty_like(logits)
+            for places, part in parts:
+                kept[places] = part
+        elif self._restricts:
+            kept = restrict(kept, self._sampling)
         return self._draw(logits, kept, numbers, self._raw)
+
+    def _penalised(self, logits: torch.Tensor, seen: Sequence[Seen]) -> torch.Tensor:
+        rows, ids, counts = [], [], []
+        for row, (prompt, response) in enumerate(seen):
+            values, repeats = np.unique(np.concatenate([prompt, response]), return_counts=True)
+            if values[-1] >= logits.shape[1]:  # a table of embeddings may have more rows than there are logits
+                values, repeats = values[values < logits.shape[1]], repeats[values < logits.shape[1]]
+            rows.append(np.full(len(values), row))
+            ids.append(values)
+            counts.append(repeats - np.isin(values, prompt))
+        penalties = np.array(self._penalties * (len(seen) // len(self._penalties)))
+        at, of, times = (torch.from_numpy(np.concatenate(one)).to(self._device) for one in (rows, ids, counts))
+        chosen = logits[at, of]
+        each = torch.from_numpy(penalties).to(self._device, chosen.dtype)[at].unbind(-1)
+        return logits.index_put((at, of), _penalised(chosen, times, *each))
+
+
+def _penalised(logits: torch.Tensor, times: torch.Tensor, repetition: Any, presence: Any, frequency: Any) -> Any:
+    """Logits of tokens that were seen, after penalties.
+
+    Args:
+        logits: of any shape.
+        times: how often the response has them.
+        repetition: divides positive logits, and multiplies negative ones.
+        presence: is taken from logits of tokens that the response has.
+        frequency: is taken for each time that it has them.
+    """
+    return torch.where(logits > 0, logits / repetition, logits * repetition) - (
+        frequency * times + presence * (times > 0)
+    )
 
 
 def draw_by_rows(logits: torch.Tensor, kept: torch.Tensor, numbers: Any, raw: bool) -> Drawn:
@@ -212,14 +289,20 @@ def _blocks(vocab: int) -> tuple[int, npt.NDArray[np.int64]]:
 
 
 def restrict(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Logits after temperature, top-k and top-p; the same tensor where there is nothing to do.
+    """Logits after temperature, min-p, top-k and top-p; the same tensor where there is nothing to do.
 
     Args:
-        logits: float32 ``[..., vocab]``.
-        sampling: of a temperature above 0.
+        logits: float32 ``[..., vocab]``, after penalties.
+        sampling: how; with a temperature of 0, the most probable token alone is left.
     """
+    if sampling.temperature == 0:
+        best, places = logits.max(-1, keepdim=True)
+        return torch.full_like(logits, -math.inf).scatter(-1, places, best - best)  # NaN where the logits are
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
+    if sampling.min_p > 0:
+        least = logits.max(-1, keepdim=True).values + math.log(sampling.min_p)
+        logits = logits.masked_fill(logits < least, -math.inf)
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
@@ -232,17 +315,24 @@ def restrict(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return logits
 
 
-def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def token_log_probs(
+    logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling, prompt: torch.Tensor | None = None
+) -> torch.Tensor:
     """Log-probabilities of given tokens, by the mode of ``sampling``; gradients flow to the logits.
 
     Args:
         logits: of the distributions of these tokens, ``[..., vocab]``.
         tokens: int64 ``[...]``.
-        sampling: temperature, top-k, top-p and mode; with temperature 0 and mode ``"sampled"``, the most probable
+        sampling: how they were sampled, and the mode; with temperature 0 and mode ``"sampled"``, the most probable
             token has 0 and others ``-inf``.
+        prompt: tokens before, int64 ``[prompt]``. Needed with penalties and mode ``"sampled"``: ``tokens`` are then one
+            response, int64 ``[response]``.
 
     Returns:
-        float32 ``[...]``; ``-inf`` where top-k or top-p leave a token out.
+        float32 ``[...]``; ``-inf`` where min-p, top-k or top-p leave a token out.
+
+    Raises:
+        ValueError: there are penalties, and ``prompt`` is None.
 
     Example:
         >>> logits = torch.tensor([[0.0, math.log(3.0)]])
@@ -253,6 +343,14 @@ def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampli
     """
     logits = logits.float()
     if sampling.log_prob_mode == "sampled":
+        if sampling.penalises:
+            if prompt is None:
+                raise ValueError(NO_PENALTIES.format("prompt"))
+            written = functional.one_hot(tokens[:-1], logits.shape[-1]).cumsum(0)
+            times = functional.pad(written, (0, 0, 1, 0))[: len(tokens)]
+            seen = times > 0
+            seen[:, prompt[prompt < logits.shape[-1]]] = True
+            logits = torch.where(seen, _penalised(logits, times, *sampling.penalties), logits)
         if sampling.temperature == 0:
             is_best = tokens == logits.argmax(-1)
             return torch.zeros_like(tokens, dtype=torch.float32).masked_fill(~is_best, -math.inf)
@@ -268,7 +366,7 @@ def sampling_of(kwargs: dict[str, Any], *, log_prob_mode: LogProbMode, end_ids: 
         ValueError: an unknown name, two names of one thing, or a value that :class:`Sampling` refuses.
     """
     given = {name: value for name, value in kwargs.items() if value is not None}
-    known = {"max_new_tokens", "max_tokens", "temperature", "top_k", "top_p", "do_sample", "stop_token_ids"}
+    known = {"max_tokens", "do_sample", *(field.name for field in fields(Sampling))} - {"log_prob_mode"}
     if unknown := sorted(given.keys() - known):
         raise ValueError(
             f"generate_kwargs: {', '.join(map(repr, unknown))} are not supported. Expected some of "
@@ -276,14 +374,14 @@ def sampling_of(kwargs: dict[str, Any], *, log_prob_mode: LogProbMode, end_ids: 
         )
     if {"max_new_tokens", "max_tokens"} <= given.keys():
         raise ValueError("generate_kwargs: got max_tokens beside max_new_tokens, which is the same. Drop one of them.")
-    stop = given.get("stop_token_ids", ())
+    stop, strings = given.get("stop_token_ids", ()), given.get("stop", ())
     changes: dict[str, Any] = {
+        **{name: given.get(name) for name in _AS_THEY_ARE},
         "max_new_tokens": given.get("max_new_tokens", given.get("max_tokens")),
-        "temperature": given.get("temperature"),
         "top_k": max(given["top_k"], 0)
         if isinstance(given.get("top_k"), int)
         else given.get("top_k"),  # vLLM writes -1 for all
-        "top_p": given.get("top_p"),
+        "stop": (strings,) if isinstance(strings, str) else tuple(strings),
         "stop_token_ids": (*((stop,) if isinstance(stop, int) else stop), *end_ids),
         "log_prob_mode": log_prob_mode,
     }

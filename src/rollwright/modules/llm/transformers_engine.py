@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from rollwright.data.llm.codec import Codec
 from rollwright.data.llm.turns import FinishReason, Version
 from rollwright.modules.llm.causal_lm import CausalLM
-from rollwright.modules.llm.decoding import Decoding, Generator, Row, completion_of
+from rollwright.modules.llm.decoding import Decoding, Generator, Row, StopStrings, completion_of
 from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
 from rollwright.modules.llm.sampling import Sampler
 from rollwright.modules.modes import in_eval_mode
@@ -50,14 +51,15 @@ class TransformersEngine(Engine):
     Args:
         model: with ``past_key_values`` of attention layers.
         tokenizer: of the model; its end-of-sequence token ends responses.
-        sampling: how tokens are sampled; None: ``Sampling()``. Not changed afterwards.
+        sampling: how tokens are sampled where a request says nothing else; None: ``Sampling()``. Not changed
+            afterwards.
         max_batch_size: responses in progress at most.
         max_length: tokens that prompt and response have room for; None: the positions of the model's configuration.
         version: of the weights.
 
     Raises:
         TypeError: ``model`` is no such model.
-        ValueError: ``max_batch_size`` or ``max_length`` is too small.
+        ValueError: ``max_batch_size`` or ``max_length`` is too small, or ``sampling`` does not suit the model.
 
     Example:
         >>> import torch, transformers
@@ -90,14 +92,10 @@ class TransformersEngine(Engine):
         self.sampling = sampling or Sampling()
         self.max_length, self.vocab_size = self._lm.max_length, self._lm.vocab_size
         self.end_ids = tuple(sorted({*self._lm.end_ids, *self.sampling.stop_token_ids}))
-        num_ids = max(self._lm.num_logits, self.vocab_size)
-        if outside := [token for token in self.end_ids if not 0 <= token < num_ids]:
-            raise ValueError(
-                f"stop_token_ids: expected ids of a vocabulary of {num_ids}, got {outside}. Pass the tokenizer of the "
-                "model."
-            )
-        sampler = Sampler(self.sampling, self._lm.device)
-        self._generator = Generator(self._lm, sampler, frozenset(self.end_ids))
+        self._num_ids = max(self._lm.num_logits, self.vocab_size)
+        check_sampling(self.sampling, self.end_ids, self._num_ids, tokenizer)
+        self._generator = Generator(self._lm, Sampler(self.sampling, self._lm.device))
+        self._ends: dict[Sampling, tuple[frozenset[int], StopStrings | None]] = {}  # what ends a response
         self._max_batch_size = max_batch_size
         self._version: Version = version
         self._waiting: deque[Row] = deque()
@@ -135,7 +133,8 @@ class TransformersEngine(Engine):
 
         Raises:
             ValueError: a prompt is empty, too long, or holds an id outside the vocabulary; a key is in progress;
-                ``max_new_tokens`` is not from 1 to that of ``sampling``. Nothing was accepted.
+                ``max_new_tokens`` is not from 1 to that of ``sampling``; ``sampling`` has another ``log_prob_mode``
+                than that of the engine, or does not suit the model. Nothing was accepted.
             TypeError: a prompt is no int64 tensor on the CPU.
             RuntimeError: the engine is closed.
         """
@@ -241,18 +240,30 @@ class TransformersEngine(Engine):
     def _accept(self, requests: Sequence[Request], completions: list[Completion]) -> None:
         if self._closed:
             raise RuntimeError("engine: it is closed, and takes no requests. Make another one.")
-        check_requests(requests, self.sampling, self.max_length, self.vocab_size, self._rows)
+        check_requests(requests, self, self._rows)
+        for request in requests:
+            if request.sampling is not None and request.sampling not in self._ends:
+                ends = request.sampling.stop_token_ids
+                check_sampling(request.sampling, ends, self._num_ids, self.tokenizer, f" of request {request.key!r}")
 
         def deliver(completion: Completion) -> None:
             del self._rows[completion.key]
             completions.append(completion)
 
         for request in requests:
-            limit = request.max_new_tokens or self.sampling.max_new_tokens
+            sampling = request.sampling or self.sampling
+            limit = request.max_new_tokens or sampling.max_new_tokens
             if self.max_length is not None:
                 limit = min(limit, self.max_length - request.prompt.shape[0])
-            row = self._rows[request.key] = Row(request, limit, deliver)
+            row = self._rows[request.key] = Row(request, limit, deliver, sampling, *self._ends_of(sampling))
             self._waiting.append(row)
+
+    def _ends_of(self, sampling: Sampling) -> tuple[frozenset[int], StopStrings | None]:
+        found = self._ends.get(sampling)
+        if found is None:
+            stops = StopStrings(Codec(self.tokenizer), sampling.stop) if sampling.stop else None
+            found = self._ends[sampling] = frozenset({*self._lm.end_ids, *sampling.stop_token_ids}), stops
+        return found
 
     def _wait_and_step(self, deadline: float | None, until: Callable[[], bool]) -> None:
         if not self._running.is_set():
@@ -330,13 +341,24 @@ class TransformersEngine(Engine):
             self._batch = None
 
 
-def check_requests(
-    requests: Sequence[Request],
-    sampling: Sampling,
-    max_length: int | None,
-    vocab_size: int,
-    in_progress: Container[Hashable],
+def check_sampling(
+    sampling: Sampling, end_ids: Sequence[int], num_ids: int, tokenizer: Any, of_request: str = ""
 ) -> None:
+    """Check that a model can be sampled from so.
+
+    Raises:
+        ValueError: a token that ends responses is outside the vocabulary, or there are stop strings and no tokenizer.
+    """
+    if outside := [token for token in end_ids if not 0 <= token < num_ids]:
+        raise ValueError(
+            f"stop_token_ids{of_request}: expected ids of a vocabulary of {num_ids}, got {outside}. Pass the tokenizer "
+            "of the model."
+        )
+    if sampling.stop and tokenizer is None:
+        raise ValueError(f"stop{of_request}: strings {sampling.stop!r} need a tokenizer, got none. Pass tokenizer=.")
+
+
+def check_requests(requests: Sequence[Request], engine: Engine, in_progress: Container[Hashable]) -> None:
     """Check requests against what an engine takes.
 
     Raises:
@@ -344,8 +366,13 @@ def check_requests(
     """
     keys: set[Hashable] = set()
     for request in requests:
-        key, limit = request.key, request.max_new_tokens
-        _check_prompt(request.prompt, key, max_length)
+        key, limit, sampling = request.key, request.max_new_tokens, request.sampling or engine.sampling
+        _check_prompt(request.prompt, key, engine.max_length)
+        if sampling.log_prob_mode != engine.sampling.log_prob_mode:
+            raise ValueError(
+                f"sampling of request {key!r}: expected log_prob_mode={engine.sampling.log_prob_mode!r}, that of the "
+                f"engine; got {sampling.log_prob_mode!r}."
+            )
         if limit is not None and not 1 <= limit <= sampling.max_new_tokens:
             raise ValueError(
                 f"max_new_tokens of request {key!r}: expected 1 to {sampling.max_new_tokens}, the limit of sampling; "
@@ -354,7 +381,7 @@ def check_requests(
         if key in in_progress or key in keys:
             raise ValueError(f"key of request {key!r}: a request with this key is in progress. Choose another.")
         keys.add(key)
-    _check_ids(requests, vocab_size)
+    _check_ids(requests, engine.vocab_size)
 
 
 def _check_prompt(prompt: Any, key: Hashable, max_length: int | None) -> None:

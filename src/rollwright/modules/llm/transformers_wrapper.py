@@ -15,7 +15,7 @@ from rollwright.modules.llm._rows import entry, rows_of, tokens_of, write
 from rollwright.modules.llm.causal_lm import CausalLM
 from rollwright.modules.llm.distribution import TokenDistribution
 from rollwright.modules.llm.engine import Engine
-from rollwright.modules.llm.sampling import sampling_of
+from rollwright.modules.llm.sampling import NO_PENALTIES, sampling_of
 from rollwright.modules.llm.transformers_engine import TransformersEngine
 from rollwright.modules.llm.wrapper import EngineWrapper, Keys, template_of
 
@@ -56,8 +56,9 @@ class TransformersWrapper(EngineWrapper):
         log_prob_mode: ``"sampled"``: of the distribution that is sampled from, after temperature, top-k and top-p;
             ``"raw"``: of the model's.
         generate_kwargs: ``max_new_tokens`` (or ``max_tokens``; 128), ``temperature`` (1.0), ``top_k`` (all), ``top_p``
-            (1.0), ``do_sample`` (True; False: the most probable token), ``stop_token_ids``. No others, and the model's
-            ``generation_config`` counts for its end-of-sequence tokens only.
+            (1.0), ``min_p``, ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``do_sample`` (True;
+            False: the most probable token), ``stop_token_ids``, ``stop`` (strings); see :class:`Sampling`. No others,
+            and the model's ``generation_config`` counts for its end-of-sequence tokens only.
         chat_template_kwargs: arguments of the chat template: ``tools``, ``chat_template``, ``enable_thinking``, ...
         chat_template: that of ``chat_template_kwargs``.
         chat_template_name: a template by name, in its place: ``"chatml_format"``; ``"qwen"`` is the tokenizer's own.
@@ -152,6 +153,8 @@ class TransformersWrapper(EngineWrapper):
             template=template_of(chat_template_kwargs, chat_template, chat_template_name),
             sampling=sampling_of(kwargs, log_prob_mode=log_prob_mode),
         )
+        if not generate and self.sampling.penalises and log_prob_mode == "sampled":
+            raise ValueError(NO_PENALTIES.format("generate_kwargs"))
         self.generate = generate
         self._lm = CausalLM(model, tokenizer, max_length)
         self._engine: TransformersEngine | None = None

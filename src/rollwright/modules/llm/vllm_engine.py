@@ -82,7 +82,7 @@ class VLLMEngine(Engine):
         """Accept requests. See :meth:`TransformersEngine.submit` for what is raised."""
         if self._closed:
             raise RuntimeError("engine: it is closed, and takes no requests. Make another one.")
-        check_requests(requests, self.sampling, self.max_length, self.vocab_size, self._waiting)
+        check_requests(requests, self, self._waiting)
         now = time.perf_counter()
         self._waiting.update((request.key, (request, now)) for request in requests)
 
@@ -165,18 +165,23 @@ class VLLMEngine(Engine):
         ]
 
     def _params(self, request: Request) -> Any:
-        how = self.sampling
+        how = request.sampling or self.sampling
         limit = request.max_new_tokens or how.max_new_tokens
         return self._vllm.SamplingParams(
             n=1,
             temperature=how.temperature,
             top_p=how.top_p,
             top_k=how.top_k or -1,
+            min_p=how.min_p,
+            repetition_penalty=how.repetition_penalty,
+            presence_penalty=how.presence_penalty,
+            frequency_penalty=how.frequency_penalty,
+            stop=list(how.stop),
             max_tokens=min(limit, (self.max_length or math.inf) - len(request.prompt)),
             stop_token_ids=list(how.stop_token_ids),
             seed=request.seed,
             logprobs=0,  # of the token that was sampled, and no others
-            detokenize=False,
+            detokenize=bool(how.stop),
         )
 
     def _completion(self, request: Request, output: Any, seconds: dict[str, float]) -> Completion:
