@@ -255,7 +255,12 @@ def test_results_of_tools_behind_tool_calls_that_a_template_asks_for_as_data() -
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     turn = chain.answer(_tokens(backend, "call add<|im_end|>"), FinishReason.TOOL, message)
     prompt = chain.follow([{"role": "tool", "content": "5"}])
-    assert backend.decode(prompt[len(turn) :]) == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    expected = "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    assert backend.decode(prompt[len(turn) :]) == expected
+    unread = {"role": "assistant", "content": "call add"}  # a call that could not be read, answered all the same
+    turn = chain.answer(_tokens(backend, "call add<|im_end|>"), FinishReason.TOOL, unread)
+    prompt = chain.follow([{"role": "tool", "content": "5"}])
+    assert backend.decode(prompt[len(turn) :]) == expected
 
 
 def test_another_end_token_is_kept_and_the_turn_closed() -> None:

@@ -455,6 +455,80 @@ def test_a_parser_that_is_wrong_is_named(make: Any, found: Any, message: str) ->
         ask(conversations, "a")
 
 
+def test_a_call_that_cannot_be_read_stays_in_the_text_and_the_model_reads_why(make: Any) -> None:
+    conversations = make(tools=[add])
+    conversations.open(0)
+    bad = "<tool_call>{oops}</tool_call>"
+    outcome = ask(conversations, f"So: {bad}")
+    assert outcome.response == {"role": "assistant", "content": f"So: {bad}"}
+    [message] = outcome.messages
+    assert set(message) == {"role", "content"}
+    assert "Error: the call is no JSON" in message["content"]
+    outcome = ask(conversations, f"And {call('add', a=1, b=2)} or {bad}.")
+    assert outcome.response["content"] == f"And Let me see.  or {bad}."  # type: ignore[index]
+    assert [made["id"] for made in outcome.response["tool_calls"]] == ["call_1_0"]  # type: ignore[index]
+    assert outcome.messages[0] == {"role": "tool", "name": "add", "tool_call_id": "call_1_0", "content": "3"}
+    assert "the call is no JSON" in outcome.messages[1]["content"]
+
+
+def test_what_a_parser_leaves_out_of_the_text_is_there_where_nothing_can_be_read(make: Any) -> None:
+    conversations = make(tools=Toolset([add], parser=parsed_as(ParsedAnswer("", [ToolCall("add", error="odd")]))))
+    conversations.open(0)
+    outcome = ask(conversations, "[add 1")
+    assert outcome.response == {"role": "assistant", "content": "[add 1"}
+    assert outcome.messages == ({"role": "tool", "name": "add", "content": "Error: odd"},)
+
+
+def test_calls_of_an_answer_run_side_by_side_and_results_come_in_their_order(make: Any) -> None:
+    all_there = threading.Barrier(3)
+
+    def meet(number: int) -> int:
+        """Meet."""
+        all_there.wait(20.0)
+        time.sleep(0.02 * (3 - number))
+        return number
+
+    conversations = make(tools=[meet])
+    conversations.open(0)
+    outcome = ask(conversations, "".join(call("meet", number=number) for number in range(3)) + call("none"))
+    assert [message["content"] for message in outcome.messages[:3]] == ["0", "1", "2"]
+    assert "there is no tool 'none'" in outcome.messages[3]["content"]
+
+
+def test_calls_that_build_on_each_other_are_made_one_after_another(make: Any) -> None:
+    conversations = make(tools=[PythonInterpreter(timeout_s=20.0), add])
+    conversations.open(0)
+    codes = ["import time; time.sleep(0.1); x = 1", "x += 1", "x"]
+    outcome = ask(conversations, "".join(call("python", code=code) for code in codes) + call("add", a=1, b=1))
+    assert [message["content"].strip() for message in outcome.messages] == ["", "", "2", "2"]
+
+
+def test_calls_within_reasoning_are_not_made(make: Any) -> None:
+    made: list[str] = []
+
+    def note(text: str) -> str:
+        """Note."""
+        made.append(text)
+        return text
+
+    conversations = make(tools=[note])
+    conversations.open(0)
+    thought = f"<think>Perhaps {call('note', text='no')}?</think>"
+    outcome = ask(conversations, f"{thought} Yes: {call('note', text='yes')}")
+    assert [message["content"] for message in outcome.messages] == made == ["yes"]
+    assert outcome.response["content"] == f"{thought}Yes: Let me see."  # type: ignore[index]
+    assert outcome.response["tool_calls"][0]["function"]["arguments"] == {"text": "yes"}  # type: ignore[index]
+    # The template wrote the mark before it.
+    outcome = ask(conversations, f"{call('note', text='no')}</think>{call('note', text='also')}")
+    assert made == ["yes", "also"]
+    # A conversation with nothing but reasoning calls nothing, and ends.
+    assert ask(conversations, f"<think>{call('note', text='no')}").terminated
+    assert made == ["yes", "also"]
+    every = make(tools=Toolset([note], reasoning=None))
+    every.open(0)
+    assert ask(every, thought).messages[0]["content"] == "no"
+
+
 def test_rounds_of_tools_have_a_limit(make: Any) -> None:
     conversations = make(tools=Toolset([add], max_rounds=2))
     conversations.open(0)

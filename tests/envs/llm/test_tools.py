@@ -75,6 +75,29 @@ def test_functions_that_have_no_schema_are_named() -> None:
         Toolset([search, search])
     with pytest.raises(ValueError, match="parser: expected a ToolParser or one of"):
         Toolset([search], parser="yaml")
+    with pytest.raises(ValueError, match=r"reasoning: expected the marks before and behind .* got '<think>'. Pass"):
+        Toolset([search], reasoning="<think>")  # type: ignore[arg-type]
+
+
+def test_reasoning_that_a_prompt_began_goes_on_to_its_end() -> None:
+    toolset = Toolset([search])
+    call = '<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>'
+    assert toolset.parse(call, "<|im_start|>assistant\n<think>\n").calls == ()
+    assert toolset.parse(call, "<think></think>").content == ""
+    both = toolset.parse(f"{call}</think> a <think>{call}</think>{call} b")
+    assert (both.content, len(both.calls)) == (f"{call}</think><think>{call}</think>a  b", 1)
+    listed = Toolset([search], parser="json").parse('<think>["no"]</think>\n[{"name": "search"}]')
+    assert (listed.content, [found.name for found in listed.calls]) == ('<think>["no"]</think>', ["search"])
+
+
+def test_calls_that_cannot_be_read_stay_in_the_text() -> None:
+    good, bad = '{"name": "f"}', '{"name": 3}'
+    assert TEMPLATE.parse(f"a <tool_call>{good}</tool_call><tool_call>{bad}</tool_call> b").content == (
+        f"a <tool_call>{bad}</tool_call> b"
+    )
+    assert XML.parse('<tool name="f"></tool><tool>x</tool>').content == "<tool>x</tool>"
+    assert JSON.parse(f'{{"message": "So", "tools": [{good}, {bad}]}}').content == f"So\n{bad}"
+    assert JSON.parse(f"[{good}, {bad}]").content == bad
 
 
 def calls_of(parser: Any, text: str) -> Any:
@@ -99,6 +122,7 @@ TEMPLATE, XML, JSON = TemplateToolParser(), XMLToolParser(), JSONToolParser()
         (XML, "<tool name='f'></tool> so", ("so", [("f", {}, None)])),
         (JSON, '```json\n[{"name": "f", "arguments": "{}"}]\n```', ("", [("f", {}, None)])),
         (JSON, '{"answer": 3}', ('{"answer": 3}', [])),
+        (JSON, "[]", ("[]", [])),
         (JSON, "{3", ("{3", [])),
         (JSON, "[" * 100_000, ("[" * 100_000, [])),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -368,11 +369,12 @@ def _between(template: ChatTemplate, messages: Sequence[Message], place: int, pa
     try:
         return _behind(template, template.render([*messages[:place], stand_in, *messages[place + 1 :]]))
     except ValueError:
-        if not parsed.get("tool_calls"):
+        called = _with_calls([*messages[:place], parsed, *messages[place + 1 :]])
+        if not called[place].get("tool_calls"):
             raise
     # Tools' results are accepted behind the tool calls only: what follows the end of such an answer is the same.
-    end = _behind(template, template.render([*messages[:place], stand_in], add_generation_prompt=False))
-    answered = template.codec.protect([*messages[:place], parsed])
+    end = _behind(template, template.render([*called[:place], stand_in], add_generation_prompt=False))
+    answered = template.codec.protect(called[: place + 1])
     before = template.render(answered, add_generation_prompt=False)
     after = template.render([*answered, *messages[place + 1 :]])
     if not after.startswith(before):
@@ -381,6 +383,21 @@ def _between(template: ChatTemplate, messages: Sequence[Message], place: int, pa
             "give another template (template_kwargs={'chat_template': '...'} of the environment)"
         )
     return end + after[len(before) :]
+
+
+def _with_calls(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose answers have a call for each result of a tool: those that they have as text alone are made up."""
+    found: list[Message] = []
+    for place, message in enumerate(messages):
+        results = list(itertools.takewhile(lambda each: each.get("role") == "tool", messages[place + 1 :]))
+        calls = list(message.get("tool_calls") or ())
+        if message.get("role") == "assistant" and len(calls) < len(results):
+            for result in results[len(calls) :]:
+                function = {"name": result.get("name", "tool"), "arguments": {}}
+                calls.append({"id": result.get("tool_call_id", "call"), "type": "function", "function": function})
+            message = {**message, "tool_calls": calls}
+        found.append(message)
+    return found
 
 
 def _behind(template: ChatTemplate, rendered: str) -> str:

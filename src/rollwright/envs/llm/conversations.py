@@ -21,6 +21,8 @@ from rollwright.envs.llm.talk import Step, Talk
 from rollwright.envs.llm.tools.toolset import Toolset, as_toolset, call_of
 from rollwright.errors import EnvError
 
+_MOST_CALLS = 16  # of tools, side by side, for each conversation
+
 
 class DatasetConversations(Conversations):
     """Conversations about the prompts of a source, each in a slot.
@@ -106,6 +108,7 @@ class DatasetConversations(Conversations):
         self._ends: deque[Finished] = deque()
         self._for_rewards = ThreadLane(1)
         self._for_replies = ThreadLane(self.num_slots)
+        self._for_tools = ThreadLane(_MOST_CALLS * self.num_slots)
         self._lanes: list[Lane] = [reward.lane(self._for_rewards) for reward in self.rewards]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +117,7 @@ class DatasetConversations(Conversations):
                 "conversations: some are in progress and cannot be sent to another process. Send the environment "
                 "before its first reset, or a function that makes it."
             )
-        made_in_begin = {"on_wait", "_jobs", "_ends", "_for_rewards", "_for_replies", "_lanes"}
+        made_in_begin = {"on_wait", "_jobs", "_ends", "_for_rewards", "_for_replies", "_for_tools", "_lanes"}
         return {name: value for name, value in self.__dict__.items() if name not in made_in_begin}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -177,7 +180,7 @@ class DatasetConversations(Conversations):
         toolset = self.tools
         if toolset is not None and answer.finish_reason is not FinishReason.CANCELLED:
             try:
-                talk.take_calls(toolset.parse(answer.text))
+                talk.take_calls(answer.text, toolset.parse(answer.text, answer.prompt))
             except ValueError as error:
                 where = f"{place(talk.origin)}, turn {talk.turns - 1}"
                 raise EnvError(f"{where}: {error}. Correct its method parse.") from error
@@ -187,7 +190,7 @@ class DatasetConversations(Conversations):
                     self._finish(slot, talk)
                     return
                 talk.rounds += 1
-                self._next_call(slot, talk, toolset)
+                self._make_calls(slot, talk, toolset)
                 return
         if talk.environment is None and self.dialogue.goes_on:
             self._goes_on(slot, talk)
@@ -205,53 +208,55 @@ class DatasetConversations(Conversations):
 
     # Tools ------------------------------------------------------------------------------------------
 
-    def _next_call(self, slot: int, talk: Talk, toolset: Toolset) -> None:
-        """Make the next call of the answer; when there is none, the model goes on."""
-        while talk.calls:
-            call = talk.calls[0]
+    def _make_calls(self, slot: int, talk: Talk, toolset: Toolset) -> None:
+        """Make the calls of the answer, side by side."""
+        for number, call in enumerate(talk.calls):
             problem = toolset.problem(call)
             if problem is None:
-                tool = toolset.tools[call.name]
-                function = talk.session(tool).function
-                self._jobs.start(
-                    Step("tool", slot, talk),
-                    self._for_replies,
-                    call_of(function),
-                    (dict(call.arguments),),
-                    limit_s=tool.timeout_s,
-                )
-                return
-            self._tool_failed(talk, toolset, problem)
-        self._goes_on(slot, talk)
+                talk.make_call(number)
+            else:
+                self._tool_failed(talk, toolset, number, problem)
+        self._next_calls(slot, talk, toolset)
 
-    def _tool_failed(self, talk: Talk, toolset: Toolset, reason: str) -> None:
-        call = talk.calls[0]
+    def _next_calls(self, slot: int, talk: Talk, toolset: Toolset) -> None:
+        """Begin the calls that can be; when all results are there, the model goes on."""
+        for number in talk.calls_to_begin(toolset.tools):
+            call = talk.calls[number]
+            tool = toolset.tools[call.name]
+            function = call_of(talk.session(tool).function)
+            step = Step("tool", slot, talk, number)
+            self._jobs.start(step, self._for_tools, function, (dict(call.arguments),), limit_s=tool.timeout_s)
+        if talk.take_results():
+            self._goes_on(slot, talk)
+
+    def _tool_failed(self, talk: Talk, toolset: Toolset, number: int, reason: str) -> None:
         if toolset.on_error == "raise":
             raise EnvError(
-                f"{place(talk.origin)}, turn {talk.turns - 1}: the tool {call.name!r} failed: {reason}. Correct the "
-                "tool, or pass Toolset(..., on_error='message') to let the model read that."
+                f"{place(talk.origin)}, turn {talk.turns - 1}: the tool {talk.calls[number].name!r} failed: {reason}. "
+                "Correct the tool, or pass Toolset(..., on_error='message') to let the model read that."
             )
-        talk.tool_result(toolset.content(f"Error: {reason}"))
+        talk.tool_result(number, toolset.content(f"Error: {reason}"))
 
-    def _tool_ended(self, slot: int, talk: Talk, end: Finished) -> None:
+    def _tool_ended(self, step: Step, talk: Talk, end: Finished) -> None:
         toolset = self.tools
         assert toolset is not None
         talk.spent("tool", end.seconds)
         error: BaseException | None = end.error
         if error is None:
             try:
-                talk.tool_result(toolset.content(end.value))
+                talk.tool_result(step.number, toolset.content(end.value))
             except Exception as raised:  # of an object's text
                 error = raised
         if isinstance(error, TimeoutError) and "took longer than" in str(error):
-            self._tool_failed(talk, toolset, str(error))
+            self._tool_failed(talk, toolset, step.number, str(error))
         elif error is not None:
-            self._tool_failed(talk, toolset, f"{type(error).__name__}: {error}")
-        self._next_call(slot, talk, toolset)
+            self._tool_failed(talk, toolset, step.number, f"{type(error).__name__}: {error}")
+        self._next_calls(step.slot, talk, toolset)
 
     # Environments and turns -------------------------------------------------------------------------
 
-    def _replied(self, slot: int, talk: Talk, end: Finished) -> None:
+    def _replied(self, step: Step, talk: Talk, end: Finished) -> None:
+        slot = step.slot
         talk.spent("tool", end.seconds)
         where = f"{place(talk.origin)}, turn {talk.turns - 1}: the environment {type(talk.environment).__name__}"
         if end.error is not None:
@@ -361,7 +366,7 @@ class DatasetConversations(Conversations):
             if step.kind == "reward":
                 self._rewarded(step, end)
             elif step.talk is not None and self._talks.get(step.slot) is step.talk:
-                (self._tool_ended if step.kind == "tool" else self._replied)(step.slot, step.talk, end)
+                (self._tool_ended if step.kind == "tool" else self._replied)(step, step.talk, end)
         return took
 
     def _wait(self, timeout: float | None) -> list[Finished]:
@@ -472,7 +477,7 @@ class DatasetConversations(Conversations):
             EnvError: the environment of a conversation raised; all are closed.
         """
         errors = self._clear()
-        for lane in (*self._lanes, self._for_rewards, self._for_replies):
+        for lane in (*self._lanes, self._for_rewards, self._for_replies, self._for_tools):
             lane.close()
         if errors:
             raise errors[0]

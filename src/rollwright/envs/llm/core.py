@@ -108,12 +108,14 @@ class Answer:
         text: of the response, without its end-of-sequence token.
         tokens: int64 ``[response]``.
         finish_reason: why it ended.
+        prompt: text that the model read; empty where it is not known.
     """
 
     message: Message
     text: str
     tokens: torch.Tensor
     finish_reason: FinishReason
+    prompt: str = ""
 
 
 @dataclass(slots=True)
@@ -127,8 +129,8 @@ class Outcome:
         truncated: whether it was cut off, by a limit.
         seconds: ``tool`` and ``reward``.
         extras: further entries of the record, by key.
-        response: the answer's message where it called tools: its text without the calls, and ``tool_calls``. The turn
-            then ends with ``TOOL``. None: it called none.
+        response: the answer's message where it called tools: its text without the calls, and ``tool_calls``; calls that
+            cannot be read stay in the text. The turn then ends with ``TOOL``. None: it called none.
     """
 
     messages: Sequence[Message] = ()

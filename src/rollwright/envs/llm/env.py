@@ -302,9 +302,8 @@ class ConversationEnv(Pooled, EnvBase):
                 text = row.chain.decode(tokens)
         reason = td.get("finish_reason", None)
         reason = FinishReason(str(_data(reason))) if reason is not None else FinishReason.STOP
-        return Answer(
-            {**message, "content": text}, text, torch.zeros(0, dtype=torch.int64) if tokens is None else tokens, reason
-        )
+        found = torch.zeros(0, dtype=torch.int64) if tokens is None else tokens
+        return Answer({**message, "content": text}, text, found, reason, row.text)
 
     def _take_changes(self, slot: int, row: SlotRow, td: TensorDictBase) -> None:
         """Go on from the messages of the prompt, where others than those of the conversation were answered.

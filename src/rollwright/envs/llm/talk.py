@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ class Talk:
         messages: so far, from the opening's on.
         turns: answers so far.
         rounds: of them, those that called tools.
-        calls: of the last answer that were not made yet.
+        calls: of tools in the last answer.
         outcome: of the last answer, while it is made.
         busy: an answer was submitted, and its outcome was not taken.
         ended: its last outcome, without rewards of its end; None before.
@@ -40,11 +39,13 @@ class Talk:
         self.opening, self.environment = opening, environment
         self.messages: list[Message] = list(opening.messages)
         self.turns = self.rounds = self.rewards_left = self.num_answered = 0
-        self.calls: deque[ToolCall] = deque()
+        self.calls: Sequence[ToolCall] = ()
         self.outcome = Outcome()
         self.ended: Outcome | None = None
         self.busy = self.over = False
-        self._ids: deque[str] = deque()
+        self._results: dict[int, Message] = {}  # by number of the call
+        self._due: list[int] = []  # calls that were not made yet
+        self._in_turn: set[str] = set()  # tools whose calls build on each other, while one is made
         self._token_ids: list[int] = []
         self._sessions: dict[str, ToolSession] = {}
         self._stateful: set[str] = set()
@@ -68,19 +69,28 @@ class Talk:
         self.num_answered = len(answer.tokens)
         self._token_ids += answer.tokens.tolist()
 
-    def take_calls(self, parsed: ParsedAnswer) -> None:
-        """Note the calls of the answer, and write them into its message."""
-        self.calls.extend(parsed.calls)
+    def take_calls(self, text: str, parsed: ParsedAnswer) -> None:
+        """Note the calls of the answer, and write those that can be read into its message; others stay in its text."""
+        self.calls, self._results, self._due, self._in_turn = parsed.calls, {}, [], set()
         if not parsed.calls:
             return
-        first = self.turns - 1
-        self._ids.extend(f"call_{first}_{number}" for number in range(len(parsed.calls)))
         made = [
-            {"id": key, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-            for key, call in zip(self._ids, parsed.calls, strict=True)
+            {
+                "id": self._id(number),
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
+            for number, call in enumerate(parsed.calls)
+            if call.error is None
         ]
-        self.messages[-1] = {**self.messages[-1], "content": parsed.content, "tool_calls": made}
+        if made:
+            self.messages[-1] = {**self.messages[-1], "content": parsed.content, "tool_calls": made}
+        else:
+            self.messages[-1] = {**self.messages[-1], "content": text}
         self.outcome.response = self.messages[-1]
+
+    def _id(self, number: int) -> str:
+        return f"call_{self.turns - 1}_{number}"
 
     def session(self, tool: Tool) -> ToolSession:
         """The tool within this conversation."""
@@ -90,10 +100,38 @@ class Talk:
                 self._stateful.add(tool.name)
         return self._sessions[tool.name]
 
-    def tool_result(self, text: str) -> None:
-        """Follow the next call with its result."""
-        call = self.calls.popleft()
-        self.follow([{"role": "tool", "name": call.name, "tool_call_id": self._ids.popleft(), "content": text}])
+    def make_call(self, number: int) -> None:
+        """A call of the answer can be made."""
+        self._due.append(number)
+
+    def calls_to_begin(self, tools: Mapping[str, Tool]) -> list[int]:
+        """Calls to begin now: all, but one at a time of a tool whose calls build on each other."""
+        found = []
+        for number in self._due:
+            name = self.calls[number].name
+            if name not in self._in_turn:
+                found.append(number)
+                if tools[name].has_state:
+                    self._in_turn.add(name)
+        self._due = [number for number in self._due if number not in found]
+        return found
+
+    def tool_result(self, number: int, text: str) -> None:
+        """Note the result of a call."""
+        call = self.calls[number]
+        self._in_turn.discard(call.name)
+        message = {"role": "tool", "name": call.name} if call.name else {"role": "tool"}
+        if call.error is None:  # else the message that it answers has no such call
+            message["tool_call_id"] = self._id(number)
+        self._results[number] = {**message, "content": text}
+
+    def take_results(self) -> bool:
+        """Follow the calls with their results, in their order; whether all are there."""
+        if len(self._results) < len(self.calls):
+            return False
+        self.follow([self._results[number] for number in range(len(self.calls))])
+        self.calls = ()
+        return True
 
     def follow(self, messages: Sequence[Message]) -> None:
         """Append messages of the environment."""
@@ -208,7 +246,7 @@ class Step:
         kind: ``"tool"``, ``"reply"`` or ``"reward"``.
         slot: of the conversation.
         talk: the conversation; None: a group of them.
-        number: of the reward function.
+        number: of the reward function, or of the call in the answer.
         members: slots and conversations that it is called for.
         samples: the same as it sees them.
     """

@@ -15,7 +15,7 @@ class ToolCall:
     Attributes:
         name: of the tool.
         arguments: by name.
-        error: why the call cannot be read; None: it can.
+        error: why the call cannot be read; None: it can. The model reads it.
     """
 
     name: str
@@ -28,7 +28,7 @@ class ParsedAnswer:
     """An answer taken apart.
 
     Attributes:
-        content: the text without the calls.
+        content: the text without the calls; those that cannot be read stay in it, as the model wrote them.
         calls: in the order of the text.
     """
 

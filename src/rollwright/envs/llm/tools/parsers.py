@@ -61,8 +61,7 @@ class TemplateToolParser(ToolParser):
         """See :meth:`ToolParser.parse`."""
         if self.begin not in text:
             return ParsedAnswer(text)
-        calls = [_call_from(found.strip()) for found in self._pattern.findall(text)]
-        return ParsedAnswer(self._pattern.sub("", text).strip() if calls else text, calls)
+        return _taken_out(self._pattern, text, lambda found: _call_from(found[1].strip()))
 
 
 class XMLToolParser(ToolParser):
@@ -85,8 +84,7 @@ class XMLToolParser(ToolParser):
         """See :meth:`ToolParser.parse`."""
         if f"<{self.tag}" not in text:
             return ParsedAnswer(text)
-        calls = [self._call(attributes, body.strip()) for attributes, body in self._pattern.findall(text)]
-        return ParsedAnswer(self._pattern.sub("", text).strip() if calls else text, calls)
+        return _taken_out(self._pattern, text, lambda found: self._call(found[1], found[2].strip()))
 
     def _call(self, attributes: str, body: str) -> ToolCall:
         given = {key: first or second for key, first, second in _ATTRIBUTE.findall(attributes)}
@@ -126,14 +124,31 @@ class JSONToolParser(ToolParser):
             value = json.loads(stripped)
         except _NO_JSON:
             return ParsedAnswer(text)
+        said = ""
         if isinstance(value, Mapping) and isinstance(value.get("tools", value.get("tool_calls")), list):
-            listed = value.get("tools", value.get("tool_calls"))
-            return ParsedAnswer(str(value.get("message", "")), [_call_of(item, str(item)) for item in listed])
-        listed = value if isinstance(value, list) else [value]
-        calls = [item for item in listed if isinstance(item, Mapping) and ("name" in item or "tool" in item)]
-        if not calls or len(calls) < len(listed):
-            return ParsedAnswer(text)
-        return ParsedAnswer("", [_call_of(item, str(item)) for item in calls])
+            said, listed = str(value.get("message", "")), value.get("tools", value.get("tool_calls"))
+        else:
+            listed = value if isinstance(value, list) else [value]
+            if not listed or not all(
+                isinstance(item, Mapping) and ("name" in item or "tool" in item) for item in listed
+            ):
+                return ParsedAnswer(text)
+        written = [json.dumps(item) for item in listed]
+        calls = [_call_of(item, shown) for item, shown in zip(listed, written, strict=True)]
+        unread = [shown for shown, call in zip(written, calls, strict=True) if call.error is not None]
+        return ParsedAnswer("\n".join([said, *unread]).strip() if unread else said, calls)
+
+
+def _taken_out(pattern: re.Pattern[str], text: str, read: Callable[[re.Match[str]], ToolCall]) -> ParsedAnswer:
+    """The calls that a pattern finds, and the text without those that can be read."""
+    calls: list[ToolCall] = []
+
+    def left(found: re.Match[str]) -> str:
+        calls.append(read(found))
+        return "" if calls[-1].error is None else found[0]
+
+    content = pattern.sub(left, text)
+    return ParsedAnswer(content.strip() if calls else text, calls)
 
 
 def _value(text: str) -> Any:

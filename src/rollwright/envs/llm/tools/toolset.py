@@ -31,6 +31,7 @@ class Toolset:
             is its result. ``"raise"``: an error that ends the collection.
         max_rounds: answers with calls that a conversation may have; one more truncates it.
         result_chars: of a result; more is cut off, and the model reads that it was.
+        reasoning: marks of a model's reasoning, in which nothing is a call; None: calls are looked for everywhere.
 
     Raises:
         TypeError: one of ``tools`` is something else.
@@ -53,6 +54,7 @@ class Toolset:
         on_error: Literal["message", "raise"] = "message",
         max_rounds: int = 8,
         result_chars: int = 100_000,
+        reasoning: tuple[str, str] | None = ("<think>", "</think>"),
     ) -> None:
         if on_error not in ("message", "raise"):
             raise ValueError(f"on_error: expected 'message' or 'raise', got {on_error!r}.")
@@ -60,6 +62,11 @@ class Toolset:
             raise ValueError(f"max_rounds: expected at least 1, got {max_rounds}.")
         if result_chars < 1:
             raise ValueError(f"result_chars: expected at least 1, got {result_chars}.")
+        if reasoning is not None and (len(reasoning) != 2 or not all(isinstance(m, str) and m for m in reasoning)):
+            raise ValueError(
+                f"reasoning: expected the marks before and behind a model's reasoning, or None, got {reasoning!r}. "
+                "Pass ('<think>', '</think>'), for example."
+            )
         self.tools = {tool.name: tool for tool in map(_as_tool, tools)}
         if len(self.tools) < len(tools):
             raise ValueError(
@@ -69,20 +76,28 @@ class Toolset:
             raise ValueError("tools: expected at least one tool, got none. Leave tools out where there are none.")
         self.parser = parser_of(parser)
         self.on_error, self.max_rounds, self.result_chars = on_error, max_rounds, result_chars
+        self.reasoning = reasoning
 
-    def parse(self, text: str) -> ParsedAnswer:
+    def parse(self, text: str, prompt: str = "") -> ParsedAnswer:
         """Take an answer apart.
+
+        Args:
+            text: of the answer.
+            prompt: text before it, which may have begun the model's reasoning.
 
         Raises:
             ValueError: the parser raised, or returned something else; the message says what, as a phrase.
         """
         where = f"the parser {type(self.parser).__name__}"
+        thoughts, rest = ("", text) if self.reasoning is None else _apart(text, prompt, *self.reasoning)
         try:
-            parsed: Any = self.parser.parse(text)
+            parsed: Any = self.parser.parse(rest)
         except Exception as error:
             raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
         if not isinstance(parsed, ParsedAnswer) or not all(map(_is_call, parsed.calls)):
             raise ValueError(f"{where} returned {repr(parsed)[:200]}, expected a ParsedAnswer with ToolCall objects")
+        if thoughts:
+            return ParsedAnswer(thoughts + parsed.content if parsed.calls else text, parsed.calls)
         return parsed
 
     def content(self, result: Any) -> str:
@@ -141,6 +156,26 @@ def as_text(result: Any) -> str:
         return json.dumps(result)
     except (TypeError, ValueError, RecursionError):
         return str(result)
+
+
+def _apart(text: str, prompt: str, begin: str, end: str) -> tuple[str, str]:
+    """The reasoning in an answer, with its marks, and the rest; reasoning without an end goes on to that of the text.
+
+    What stands before an end without a begin is reasoning, too: the template wrote the begin.
+    """
+    head, found, _ = text.partition(end)
+    inside = prompt.rstrip().endswith(begin) or (bool(found) and begin not in head)
+    thoughts, rest, place = "", "", 0
+    while place < len(text):
+        mark = end if inside else begin
+        at = text.find(mark, place)
+        stop = len(text) if at < 0 else at + (len(end) if inside else 0)
+        if inside:
+            thoughts += text[place:stop]
+        else:
+            rest += text[place:stop]
+        inside, place = not inside, stop
+    return thoughts, rest
 
 
 def _is_call(call: Any) -> bool:

@@ -118,7 +118,7 @@ class Dialog:
         )
         self.messages.append(message)
         self.asked = False
-        return Answer(message, response, found.tokens, found.finish_reason)
+        return Answer(message, response, found.tokens, found.finish_reason, text)
 
     def follow(self, outcome: Outcome, max_length: int | None, cut: Callable[[], bool]) -> EndedTurn | None:
         """Take what followed the answer; the turn is complete.
