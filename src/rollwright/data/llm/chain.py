@@ -101,9 +101,20 @@ class TokenChain:
         self.sequence = 0
         self.rewritten = False
 
-    def new(self) -> TokenChain:
-        """A chain with the same tokenizer, template and options, without tokens."""
+    def new(self, arguments: Mapping[str, Any] | None = None) -> TokenChain:
+        """A chain with the same tokenizer, template and options, without tokens.
+
+        Args:
+            arguments: of the chat template, over those of the first chain; None: the same as here.
+
+        Raises:
+            ValueError: the template does not accept them, or there is none.
+        """
         chain = copy.copy(self)
+        if arguments is not None and self._template is not None:
+            chain._template = self._template.changed(arguments)
+        elif arguments:
+            raise ValueError(f"arguments of a chat template need one; got {sorted(arguments)} without a template")
         chain.clear()
         return chain
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from rollwright.data.llm.skeleton import Skeletons
 from rollwright.data.llm.turns import Message
 from rollwright.data.llm.verbatim import written_verbatim
 from rollwright.errors import require
+
+_MOST_CHANGED = 64  # templates with other arguments that are kept
 
 
 class ChatTemplate:
@@ -37,6 +40,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
         options = dict(arguments or {})
+        self._given, self._changed = dict(options), dict[str, ChatTemplate]()
+        self._base: ChatTemplate = self
         tools = options.pop("tools", None)
         chosen = options.pop("chat_template", None)
         if tokenizer is None:
@@ -70,6 +75,23 @@ class ChatTemplate:
                     f"the chat template is not written in Jinja: line {error.__cause__.lineno}: {error.__cause__}; "
                     "give another one (template_kwargs={'chat_template': '...'} of the environment)"
                 ) from error
+
+    def changed(self, arguments: Mapping[str, Any]) -> ChatTemplate:
+        """The same template with other arguments over those that it was given; one object for equal arguments.
+
+        Raises:
+            ValueError: the template does not accept them.
+        """
+        base = self._base
+        if not arguments:
+            return base
+        name = json.dumps(arguments, sort_keys=True, default=repr)
+        if name not in base._changed:
+            if len(base._changed) >= _MOST_CHANGED:
+                del base._changed[next(iter(base._changed))]
+            found = base._changed[name] = ChatTemplate(base.tokenizer, {**base._given, **arguments})
+            found._base = base
+        return base._changed[name]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Messages as text.

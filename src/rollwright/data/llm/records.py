@@ -233,6 +233,9 @@ def _histories(turn: Turn) -> tuple[ChatHistory, ChatHistory]:
         "full": full,
     }
     then = {"prompt": History.of_columns(columns, 0, end)}
+    if turn.next_messages is not None:
+        others = message_columns(turn.next_messages)
+        then = {"prompt": History.of_columns(others, 0, len(turn.next_messages))}
     return ChatHistory.of(now), ChatHistory.of(then)
 
 

@@ -28,8 +28,8 @@ _KEYS = {  # of what a sequence is made: nested, flat
 def training_sequences(source: Any) -> list[TensorDict]:
     """Read conversations as sequences of tokens, in which each sampled token is once.
 
-    Turns of one conversation whose tokens extend each other are one sequence; a new one begins where ``sequence``
-    rises, because the template wrote earlier turns in another way.
+    Turns of one conversation whose tokens extend each other are one sequence: those of one ``sequence``. There are
+    several where the template wrote earlier turns in another way, or a program edited its history.
 
     Args:
         source: records, nested or flat, of whole conversations: a batch, a sample of a buffer, or a list of them; or
@@ -76,11 +76,10 @@ def training_sequences(source: Any) -> list[TensorDict]:
                 f"source must hold whole conversations; of {_named(name)} it holds the turns {numbers}; sample whole "
                 "trajectories"
             )
-        start = 0
-        for stop in range(1, len(turns) + 1):
-            if stop == len(turns) or int(turns[stop]["sequence"]) != int(turns[start]["sequence"]):
-                found.append(_united(turns[start:stop], name))
-                start = stop
+        sequences: dict[int, list[TensorDictBase]] = {}
+        for one in turns:
+            sequences.setdefault(int(one["sequence"]), []).append(one)
+        found += [_united(each, name) for each in sequences.values()]
     return found
 
 

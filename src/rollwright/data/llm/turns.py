@@ -84,6 +84,8 @@ class Turn:
         finish_reason: why the response ended.
         next_prompt: tokens of the next turn's prompt; None: there is none.
         next_prompt_text: the same as a string.
+        next_messages: those of the next turn's prompt, where it is not prompt, response and ``added``: another sequence
+            goes on; None: it is.
         reward: of the turn, or float32 ``[response]``, one for each token.
         terminated: whether the conversation ended with this turn, with nothing to follow.
         truncated: whether it was cut off there, by a limit.
@@ -108,6 +110,7 @@ class Turn:
     added: Sequence[Message] = ()
     next_prompt: torch.Tensor | None = None
     next_prompt_text: str = ""
+    next_messages: Sequence[Message] | None = None
     reward: float | torch.Tensor = 0.0
     terminated: bool = False
     truncated: bool = False

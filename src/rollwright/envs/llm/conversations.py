@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from rollwright.envs.llm.tools.toolset import Toolset, as_toolset, call_of
 from rollwright.errors import EnvError
 
 _MOST_CALLS = 16  # of tools, side by side, for each conversation
+_METHOD = {False: "reply", True: "respond"}  # of an environment, by whether it writes the first messages
 
 
 class DatasetConversations(Conversations):
@@ -131,9 +132,23 @@ class DatasetConversations(Conversations):
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot: expected 0 to {self.num_slots - 1}, got {slot}.")
         self._drop(slot)
-        opening = self.prompts.opening(self.source.draw())
-        self._talks[slot] = self._talk(opening)
+        draw = self.source.draw()
+        opening = Opening(draw) if self.dialogue.opens else self.prompts.opening(draw)
+        self._begin_talk(slot, opening)
         return opening
+
+    def _begin_talk(self, slot: int, opening: Opening, state: Mapping[str, Any] | None = None) -> Talk:
+        talk = self._talks[slot] = self._talk(opening)
+        if state:
+            talk.load(copy.deepcopy(dict(state)))
+        elif self.dialogue.opens:  # its first messages are an outcome
+            talk.busy = True
+            self._ask_environment(slot, talk, talk.environment.respond, None)
+        return talk
+
+    def _ask_environment(self, slot: int, talk: Talk, function: Callable[..., Any], argument: Any) -> None:
+        limit_s = self.dialogue.timeout_s
+        self._jobs.start(Step("reply", slot, talk), self._for_replies, function, (argument,), limit_s=limit_s)
 
     def _talk(self, opening: Opening) -> Talk:
         make = self.dialogue.environment
@@ -144,7 +159,7 @@ class DatasetConversations(Conversations):
                 f"{place(opening.draw.origin)}: the environment raised {type(error).__name__} when it was made from "
                 f"its row: {error}. Correct the class, or the row."
             ) from error
-        if environment is not None and not callable(getattr(environment, "reply", None)):
+        if environment is not None and not callable(getattr(environment, _METHOD[self.dialogue.opens], None)):
             raise EnvError(
                 f"{place(opening.draw.origin)}: the environment {type(environment).__name__} has no method reply. "
                 "Write reply(self, messages), which returns messages, reward and whether it is over."
@@ -182,7 +197,7 @@ class DatasetConversations(Conversations):
             try:
                 talk.take_calls(answer.text, toolset.parse(answer.text, answer.prompt))
             except ValueError as error:
-                where = f"{place(talk.origin)}, turn {talk.turns - 1}"
+                where = f"{place(talk.origin)}, turn {talk.turn}"
                 raise EnvError(f"{where}: {error}. Correct its method parse.") from error
             if talk.calls:
                 if talk.rounds >= toolset.max_rounds:
@@ -200,11 +215,11 @@ class DatasetConversations(Conversations):
             talk.outcome.terminated, talk.outcome.truncated = complete, not complete
             self._finish(slot, talk)
             return
-        messages = [dict(message) for message in talk.messages]
-        limit_s = self.dialogue.timeout_s
-        self._jobs.start(
-            Step("reply", slot, talk), self._for_replies, talk.environment.reply, (messages,), limit_s=limit_s
-        )
+        if self.dialogue.opens:
+            self._ask_environment(slot, talk, talk.environment.respond, answer)
+        else:
+            messages = [dict(message) for message in talk.messages]
+            self._ask_environment(slot, talk, talk.environment.reply, messages)
 
     # Tools ------------------------------------------------------------------------------------------
 
@@ -232,7 +247,7 @@ class DatasetConversations(Conversations):
     def _tool_failed(self, talk: Talk, toolset: Toolset, number: int, reason: str) -> None:
         if toolset.on_error == "raise":
             raise EnvError(
-                f"{place(talk.origin)}, turn {talk.turns - 1}: the tool {talk.calls[number].name!r} failed: {reason}. "
+                f"{place(talk.origin)}, turn {talk.turn}: the tool {talk.calls[number].name!r} failed: {reason}. "
                 "Correct the tool, or pass Toolset(..., on_error='message') to let the model read that."
             )
         talk.tool_result(number, toolset.content(f"Error: {reason}"))
@@ -258,7 +273,7 @@ class DatasetConversations(Conversations):
     def _replied(self, step: Step, talk: Talk, end: Finished) -> None:
         slot = step.slot
         talk.spent("tool", end.seconds)
-        where = f"{place(talk.origin)}, turn {talk.turns - 1}: the environment {type(talk.environment).__name__}"
+        where = f"{place(talk.origin)}, turn {talk.turn}: the environment {type(talk.environment).__name__}"
         if end.error is not None:
             slow = isinstance(end.error, TimeoutError) and "took longer than" in str(end.error)
             what = str(end.error) if slow else f"raised {type(end.error).__name__}: {end.error}"
@@ -274,7 +289,9 @@ class DatasetConversations(Conversations):
                 "Return one number, or one for each token that was sampled."
             )
         talk.outcome.reward = reply.reward
-        talk.follow(reply.messages)
+        if reply.response is not None:
+            talk.messages[-1] = talk.outcome.response = reply.response
+        talk.follow(reply.messages, reply.next)
         if reply.done:
             talk.outcome.terminated = True
             self._finish(slot, talk)
@@ -375,7 +392,7 @@ class DatasetConversations(Conversations):
             return self._jobs.wait(timeout)
         steps = [cast(Step, key) for key in self._jobs.in_progress]
         talks = [step.members[0][1] if step.talk is None else step.talk for step in steps]
-        note([(talk.origin, talk.turns - 1) for talk in talks])
+        note([(talk.origin, talk.turn) for talk in talks])
         ends = self._jobs.wait(timeout)
         if ends or not self._jobs:
             note(())
@@ -444,9 +461,7 @@ class DatasetConversations(Conversations):
         """See :meth:`Conversations.load`."""
         self._drop(slot)
         self.source.claim(opening.draw.origin)
-        talk = self._talks[slot] = self._talk(opening)
-        if state:
-            talk.load(copy.deepcopy(dict(state)))
+        talk = self._begin_talk(slot, opening, state)
         if talk.ended is not None:
             self._finish(slot, talk)
 

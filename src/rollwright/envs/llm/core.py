@@ -86,6 +86,8 @@ class PromptSource(ABC):
 class Opening:
     """How a conversation begins.
 
+    Without messages, text and tokens, an outcome with the first messages follows before there is any answer.
+
     Attributes:
         draw: its prompt.
         messages: what the model reads first; empty where the data has text or tokens.
@@ -109,6 +111,8 @@ class Answer:
         tokens: int64 ``[response]``.
         finish_reason: why it ended.
         prompt: text that the model read; empty where it is not known.
+        log_probs: of the tokens, float32 ``[response]``; None: there are none.
+        num_prompt: tokens that the model read.
     """
 
     message: Message
@@ -116,6 +120,26 @@ class Answer:
     tokens: torch.Tensor
     finish_reason: FinishReason
     prompt: str = ""
+    log_probs: torch.Tensor | None = None
+    num_prompt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """How the next answer is asked for, where an environment decides that.
+
+    Attributes:
+        sequence: the token sequence of the conversation that goes on: 0 for the first, or the next number, which begins
+            one: the messages of the outcome are then all that the model reads.
+        template: arguments of the chat template for a sequence that begins, over those of the environment.
+        sampling: fields of :class:`~rollwright.modules.llm.Sampling` for this answer, over those of the engine.
+        seed: of the answer within its conversation; None: the number of the turn.
+    """
+
+    sequence: int
+    template: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
 
 
 @dataclass(slots=True)
@@ -131,6 +155,7 @@ class Outcome:
         extras: further entries of the record, by key.
         response: the answer's message where it called tools: its text without the calls, and ``tool_calls``; calls that
             cannot be read stay in the text. The turn then ends with ``TOOL``. None: it called none.
+        next: how the next answer is asked for; None: the messages follow, and the engine decides.
     """
 
     messages: Sequence[Message] = ()
@@ -140,6 +165,7 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     response: Message | None = None
+    next: NextTurn | None = None
 
 
 class Conversations(ABC):

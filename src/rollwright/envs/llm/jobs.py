@@ -40,7 +40,9 @@ class Finished:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class Job:
+    """A call in progress, or to come."""
+
     key: Hashable
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -54,11 +56,11 @@ class Lane(ABC):
     """Where jobs run. ``Jobs`` starts them; each ends in its queue."""
 
     @abstractmethod
-    def begin(self, job: _Job, ended: queue.SimpleQueue[tuple[_Job, Finished]]) -> None:
+    def begin(self, job: Job, ended: queue.SimpleQueue[tuple[Job, Finished]]) -> None:
         """Run a job now, or when there is room for it."""
 
     @abstractmethod
-    def give_up(self, job: _Job) -> None:
+    def give_up(self, job: Job) -> None:
         """The limit of a job is over: make room for others."""
 
     @abstractmethod
@@ -82,14 +84,14 @@ class Jobs:
     """
 
     def __init__(self) -> None:
-        self._running: dict[_Job, Lane] = {}
-        self._ended: queue.SimpleQueue[tuple[_Job, Finished]] = queue.SimpleQueue()
+        self._running: dict[Job, Lane] = {}
+        self._ended: queue.SimpleQueue[tuple[Job, Finished]] = queue.SimpleQueue()
 
     def start(
         self, key: Hashable, lane: Lane, function: Callable[..., Any], arguments: tuple[Any, ...], *, limit_s: float
     ) -> None:
         """Run a function; its end has the key."""
-        job = _Job(key, function, arguments, limit_s)
+        job = Job(key, function, arguments, limit_s)
         self._running[job] = lane
         lane.begin(job, self._ended)
 
@@ -98,7 +100,7 @@ class Jobs:
         for job in [job for job in self._running if chosen(job.key)]:
             self._drop(job)
 
-    def _drop(self, job: _Job) -> None:
+    def _drop(self, job: Job) -> None:
         self._running.pop(job).give_up(job)
         job.given_up = True
 
@@ -145,7 +147,7 @@ class Jobs:
         return [job.key for job in self._running]
 
 
-def _outcome(job: _Job) -> Finished:
+def _outcome(job: Job) -> Finished:
     job.began = time.monotonic()
     value, error = None, None
     try:
@@ -171,10 +173,10 @@ class ThreadLane(Lane):
         self._idle: list[queue.SimpleQueue[Any]] = []
         self._threads = 0
         self._waiting: deque[Any] = deque()
-        self._busy: dict[_Job, queue.SimpleQueue[Any]] = {}
+        self._busy: dict[Job, queue.SimpleQueue[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def begin(self, job: _Job, ended: queue.SimpleQueue[tuple[_Job, Finished]]) -> None:
+    def begin(self, job: Job, ended: queue.SimpleQueue[tuple[Job, Finished]]) -> None:
         """See :meth:`Lane.begin`."""
         if inspect.iscoroutinefunction(job.function) or inspect.iscoroutinefunction(
             getattr(job.function, "__call__", None)  # noqa: B004  (an object whose __call__ is async)
@@ -208,7 +210,7 @@ class ThreadLane(Lane):
                 self._hand_out()
             ended.put((job, end))
 
-    def give_up(self, job: _Job) -> None:
+    def give_up(self, job: Job) -> None:
         """See :meth:`Lane.give_up`."""
         if job.at_end is not None:
             job.at_end()
@@ -237,7 +239,7 @@ class ThreadLane(Lane):
         return self._loop
 
     @staticmethod
-    async def _await(job: _Job, ended: queue.SimpleQueue[tuple[_Job, Finished]]) -> None:
+    async def _await(job: Job, ended: queue.SimpleQueue[tuple[Job, Finished]]) -> None:
         if job.given_up:
             return
         began = job.began = time.monotonic()
@@ -252,7 +254,7 @@ class ThreadLane(Lane):
         ended.put((job, Finished(job.key, value, error, time.monotonic() - began)))
 
 
-async def _coroutine(job: _Job) -> Any:
+async def _coroutine(job: Job) -> Any:
     made: Coroutine[Any, Any, Any] = job.function(*job.arguments)
     return await made
 
@@ -286,7 +288,7 @@ class ProcessLane(Lane):
         self._closed = False
         self._lock = threading.Lock()
 
-    def begin(self, job: _Job, ended: queue.SimpleQueue[tuple[_Job, Finished]]) -> None:
+    def begin(self, job: Job, ended: queue.SimpleQueue[tuple[Job, Finished]]) -> None:
         """See :meth:`Lane.begin`; the limit of a job is kept here."""
         limit_s, arguments = job.limit_s, job.arguments
         job.function, job.arguments = self._call, (arguments, limit_s)
@@ -339,7 +341,7 @@ class ProcessLane(Lane):
         with self._lock:
             self._children.discard(child)
 
-    def give_up(self, job: _Job) -> None:
+    def give_up(self, job: Job) -> None:
         """See :meth:`Lane.give_up`; its process is killed at its limit."""
         self._threads.give_up(job)
 

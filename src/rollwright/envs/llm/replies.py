@@ -12,6 +12,7 @@ import torch
 
 from rollwright.data.llm.content import plain_messages
 from rollwright.data.llm.turns import Message
+from rollwright.envs.llm.core import NextTurn
 
 
 class Environment(Protocol):
@@ -57,6 +58,8 @@ class Dialogue:
             None: no limit.
         timeout_s: seconds that a reply may take.
         goes_on: where there is no environment, the conversation goes on; False: it is over.
+        opens: the environment writes the first messages, too. In place of ``reply`` it has ``respond(answer)``, which
+            takes an :class:`~rollwright.envs.llm.Answer`, and None first, and returns a :class:`Reply`.
         history: what to do with the tokens of earlier turns where the chat template writes them in another way when
             more messages follow: ``"keep"`` them, or ``"rewrite"``: begin a new sequence.
 
@@ -70,6 +73,7 @@ class Dialogue:
     timeout_s: float = 60.0
     goes_on: bool = False
     history: Literal["keep", "rewrite"] = "keep"
+    opens: bool = False
 
     def __post_init__(self) -> None:
         if self.environment is not None and not callable(self.environment):
@@ -87,11 +91,21 @@ class Dialogue:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an environment returned, checked."""
+    """What an environment returned, checked.
+
+    Attributes:
+        messages: that follow the answer.
+        reward: of the turn.
+        done: whether the conversation is over.
+        next: how the next answer is asked for, see :class:`~rollwright.envs.llm.NextTurn`.
+        response: the answer's message where it called tools, which the environment makes itself.
+    """
 
     messages: list[Message]
     reward: float | torch.Tensor
     done: bool
+    next: NextTurn | None = None
+    response: Message | None = None
 
 
 def as_reply(returned: Any) -> Reply:
@@ -100,6 +114,8 @@ def as_reply(returned: Any) -> Reply:
     Raises:
         ValueError: it returned something else; the message says what, as a phrase.
     """
+    if isinstance(returned, Reply):
+        return returned
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise ValueError(f"returned {_shown(returned)}, expected (messages, reward, done)")
     messages, reward, done = returned

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rollwright.data.llm.turns import Message, Origin
-from rollwright.envs.llm.core import Answer, Opening, Outcome
+from rollwright.envs.llm.core import Answer, NextTurn, Opening, Outcome
 from rollwright.envs.llm.rewards import Sample, place
 from rollwright.envs.llm.tools.core import ParsedAnswer, Tool, ToolCall, ToolSession
 from rollwright.errors import EnvError
@@ -38,6 +38,8 @@ class Talk:
     def __init__(self, opening: Opening, environment: Any) -> None:
         self.opening, self.environment = opening, environment
         self.messages: list[Message] = list(opening.messages)
+        self.sequences: list[list[Message]] = []  # where the environment chooses among them
+        self._num_first = len(opening.messages)
         self.turns = self.rounds = self.rewards_left = self.num_answered = 0
         self.calls: Sequence[ToolCall] = ()
         self.outcome = Outcome()
@@ -59,6 +61,11 @@ class Talk:
     def origin(self) -> Origin:
         """Where it comes from."""
         return self.opening.draw.origin
+
+    @property
+    def turn(self) -> int:
+        """The number of the last answer, or of the one to come first."""
+        return max(self.turns - 1, 0)
 
     def answered(self, answer: Answer) -> None:
         """Take an answer."""
@@ -133,8 +140,14 @@ class Talk:
         self.calls = ()
         return True
 
-    def follow(self, messages: Sequence[Message]) -> None:
-        """Append messages of the environment."""
+    def follow(self, messages: Sequence[Message], following: NextTurn | None = None) -> None:
+        """Append messages of the environment, to the sequence that goes on."""
+        self.outcome.next = following
+        if following is not None:
+            if following.sequence == len(self.sequences):
+                self.sequences.append([])
+                self._num_first = self._num_first or len(messages)
+            self.messages = self.sequences[following.sequence]
         self.messages.extend(messages)
         self.outcome.messages = (*self.outcome.messages, *messages)
 
@@ -161,9 +174,14 @@ class Talk:
     def sample(self, mode: str) -> Sample:
         """The conversation as reward functions see it."""
         opening = self.opening
-        following = self.messages[len(opening.messages) :]
+        first = (self.sequences[0] if self.sequences else self.messages)[: self._num_first]
+        same = self._num_first
+        if self.sequences:  # the last one may have been edited
+            pairs = enumerate(zip(first, self.messages, strict=False))
+            same = next((place for place, (a, b) in pairs if a != b), min(same, len(self.messages)))
+        following = self.messages[same:]
         if mode == "history":  # copies: a function may change what it is given
-            prompt: Any = [dict(message) for message in opening.messages]
+            prompt: Any = [dict(message) for message in first]
             completion: Any = [dict(message) for message in following]
         else:
             prompt = opening.text if opening.tokens is None else opening.tokens.tolist()
@@ -184,7 +202,7 @@ class Talk:
         state = self._progress()
         if self.environment is not None:
             save = getattr(self.environment, "state_dict", None)
-            if save is None and self.turns:
+            if save is None and (self.turns or self.sequences):
                 raise EnvError(
                     f"{place(self.origin)}: the environment {type(self.environment).__name__} has no state_dict(), and "
                     "cannot be saved midway. Give it state_dict() and load_state_dict()."
@@ -202,6 +220,8 @@ class Talk:
             "turns": self.turns,
             "rounds": self.rounds,
             "token_ids": list(self._token_ids),
+            "sequences": [list(messages) for messages in self.sequences],
+            "first": self._num_first,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -211,6 +231,7 @@ class Talk:
         self.messages = list(state["messages"])
         self.turns, self.rounds = state["turns"], state["rounds"]
         self._token_ids = list(state["token_ids"])
+        self.sequences, self._num_first = list(state.get("sequences", ())), state.get("first", self._num_first)
         if state.get("ended") is not None:
             self.outcome = self.ended = state["ended"]
             self.busy = True

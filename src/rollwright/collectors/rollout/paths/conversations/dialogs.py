@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from rollwright.data.llm.branches import Branches
 from rollwright.data.llm.chain import TokenChain
-from rollwright.data.llm.turns import FinishReason, Message, Turn
-from rollwright.envs.llm.core import Answer, Opening, Outcome
-from rollwright.modules.llm.engine import Completion, Engine
+from rollwright.data.llm.turns import FinishReason, Message, Turn, turn_seed
+from rollwright.envs.llm.core import Answer, NextTurn, Opening, Outcome
+from rollwright.modules.llm.engine import Completion, Engine, Request
 
 
 @dataclass(slots=True)
@@ -39,9 +40,11 @@ class Dialog:
     Attributes:
         slot: of the environment.
         opening: how it began.
-        chain: its tokens.
+        chain: its tokens: of the sequence that goes on.
         id: of its trajectory.
-        messages: so far.
+        messages: so far, of that sequence.
+        branches: its sequences, where its environment chooses among them.
+        next: how its environment asks for the next answer; None: it leaves that to the engine.
         number: of the next turn.
         total: sum of its rewards.
         asked: whether an answer is asked for.
@@ -63,15 +66,17 @@ class Dialog:
     held: list[EndedTurn] = field(default_factory=list)
     before: dict[str, Any] | None = None
     memory: dict[str, Any] = field(default_factory=dict)
+    branches: Branches = field(default_factory=Branches)
+    next: NextTurn | None = None
 
     @classmethod
     def begun(cls, slot: int, opening: Opening, chain: TokenChain) -> Dialog:
-        """A conversation at its first prompt."""
+        """A conversation at its first prompt; or before it, where an outcome brings that."""
         if opening.tokens is not None:
             chain.open(opening.tokens)
         elif opening.text is not None:
             chain.open(opening.text)
-        else:
+        elif opening.messages:
             chain.open(opening.messages)
         return cls(slot, opening, chain, messages=list(opening.messages))
 
@@ -86,9 +91,23 @@ class Dialog:
         return not self.asked and self.pending is None and not self.number
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether something is to follow an answer, or the first prompt is to come."""
+        return self.pending is not None or not self.chain.num_prompt
+
+    @property
     def is_ready(self) -> bool:
         """Whether its prompt waits for an answer that nobody was asked for."""
-        return not self.asked and self.pending is None
+        return not self.asked and not self.is_waiting
+
+    def request(self, key: int, engine: Engine) -> Request:
+        """What the engine is asked for the next answer."""
+        origin, asks = self.opening.draw.origin, self.next
+        seed = turn_seed(origin, self.number if asks is None or asks.seed is None else -1 - asks.seed)
+        sampling = replace(engine.sampling, **asks.sampling) if asks is not None and asks.sampling else None
+        if sampling is None:
+            return Request(key, self.chain.tokens, seed)
+        return Request(key, self.chain.tokens, seed, sampling=sampling)
 
     def answer(self, found: Completion, engine: Engine) -> Answer:
         """Take what the model wrote."""
@@ -118,7 +137,7 @@ class Dialog:
         )
         self.messages.append(message)
         self.asked = False
-        return Answer(message, response, found.tokens, found.finish_reason, text)
+        return Answer(message, response, found.tokens, found.finish_reason, text, found.log_probs, num_prompt)
 
     def follow(self, outcome: Outcome, max_length: int | None, cut: Callable[[], bool]) -> EndedTurn | None:
         """Take what followed the answer; the turn is complete.
@@ -132,10 +151,12 @@ class Dialog:
                 outcome follows, with the rewards of its end.
 
         Returns:
-            The turn; None: another outcome is to follow first.
+            The turn; None: another outcome is to follow first, or this one has brought the first prompt.
         """
         turn = self.pending
-        assert turn is not None
+        if turn is None:
+            self._go_on(outcome)
+            return None
         was_cut = turn.next_prompt is not None  # then this is the same outcome again, with the rewards of the end
         turn.reward = outcome.reward
         turn.terminated, turn.truncated = outcome.terminated, outcome.truncated
@@ -151,9 +172,11 @@ class Dialog:
                 if self.chain.messages:
                     self.chain.messages[-1] = outcome.response
         if not turn.done:
-            turn.next_prompt = self.chain.follow(outcome.messages)
+            chain = self.chain
+            turn.next_prompt = self._go_on(outcome)
             turn.next_prompt_text = self.chain.text
-            self.messages.extend(outcome.messages)
+            if self.chain is not chain:
+                turn.added, turn.next_messages = (), list(self.messages)
             if max_length is not None and len(turn.next_prompt) >= max_length:
                 turn.truncated = True
                 if cut():
@@ -163,6 +186,17 @@ class Dialog:
         self.total += float(reward.sum()) if isinstance(reward, torch.Tensor) else float(reward)
         self.number += 1
         return EndedTurn(turn, self.id, self.opening, (self.total, self.number) if turn.done else None)
+
+    def _go_on(self, outcome: Outcome) -> torch.Tensor:
+        """The tokens of the next prompt: of this sequence, or of the one that the environment has chosen."""
+        self.next = outcome.next
+        if (asks := outcome.next) is not None:
+            found = self.branches.turn_to(asks.sequence, self.chain, outcome.messages, asks.template)
+            self.chain, self.messages, tokens = found
+            return tokens
+        tokens = self.chain.follow(outcome.messages)
+        self.messages.extend(outcome.messages)
+        return tokens
 
     # State ------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import cast
 
 from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog
 from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
-from rollwright.data.llm.turns import FinishReason, turn_seed
+from rollwright.data.llm.turns import FinishReason
 from rollwright.envs.llm.core import Answer, Conversations, Outcome
 from rollwright.envs.llm.transforms import TurnHook
 from rollwright.errors import EnvError, PolicyError, RollwrightError
@@ -115,8 +115,7 @@ class Exchange:
             key = next(self._keys)
             self._asked[key] = dialog
             dialog.asked = True
-            prompt = dialog.chain.tokens
-            requests.append(Request(key, prompt, turn_seed(dialog.opening.draw.origin, dialog.number)))
+            requests.append(dialog.request(key, self._engine))
         try:
             self._engine.submit(requests)
         except ValueError as error:

@@ -104,8 +104,8 @@ class Dialogs:
 
     @property
     def waiting(self) -> list[Dialog]:
-        """Conversations in which something is to follow an answer."""
-        return [dialog for dialog in self if dialog.pending is not None]
+        """Conversations in which something is to follow an answer, or the first prompt is to come."""
+        return [dialog for dialog in self if dialog.is_waiting]
 
     def row_of(self, dialog: Dialog) -> deque[EndedTurn]:
         """Where the turns of a conversation go."""
