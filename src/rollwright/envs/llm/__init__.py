@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from rollwright._missing import missing_name
 from rollwright.envs.llm.chat import ChatEnv, DatasetChatEnv
 from rollwright.envs.llm.conversations import DatasetConversations
-from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome, PromptDraw, PromptSource
+from rollwright.envs.llm.core import Answer, Conversations, NextTurn, Opening, Outcome, PromptDraw, PromptSource
 from rollwright.envs.llm.env import ConversationEnv
 from rollwright.envs.llm.envs import LLMEnv
 from rollwright.envs.llm.opening import PromptFormat
@@ -42,6 +42,7 @@ __all__ = [
     "JSONToolParser",
     "KLRewardTransform",
     "LLMEnv",
+    "NextTurn",
     "Opening",
     "Outcome",
     "ParsedAnswer",

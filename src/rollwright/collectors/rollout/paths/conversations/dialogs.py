@@ -105,8 +105,6 @@ class Dialog:
         origin, asks = self.opening.draw.origin, self.next
         seed = turn_seed(origin, self.number if asks is None or asks.seed is None else -1 - asks.seed)
         sampling = replace(engine.sampling, **asks.sampling) if asks is not None and asks.sampling else None
-        if sampling is None:
-            return Request(key, self.chain.tokens, seed)
         return Request(key, self.chain.tokens, seed, sampling=sampling)
 
     def answer(self, found: Completion, engine: Engine) -> Answer:
