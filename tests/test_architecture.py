@@ -59,7 +59,7 @@ BUDGETS = {
     "collectors/workers/remote": (1750, 1670),
     "data": (4115, 3680),
     "data/datasets": (690, 600),
-    "data/llm": (1700, 1560),
+    "data/llm": (1760, 1590),
     "data/replay_buffers": (6920, 6560),
     "data/replay_buffers/service": (1530, 1470),
     "envs": (3640, 3400),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from tests import llm_models
@@ -81,7 +83,7 @@ def test_sequences_are_begun_and_gone_back_to(streams, whole):
         assert "add" in own[2]["text"]
         assert "add" not in own[3]["text"]
         assert f"first {number}" not in own[2]["text"]
-        for one, following in zip(own, own[1:], strict=False):
+        for one, following in itertools.pairwise(own):
             assert one["next", "tokens"].equal(following["tokens"][: -len(following["tokens_response"])])
             assert one["next", "text"] == following["text"]
         united = training_sequences(own)
