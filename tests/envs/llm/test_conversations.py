@@ -46,7 +46,16 @@ def make() -> Iterator[Any]:
 
 def ask(conversations: DatasetConversations, text: str, slot: int = 0) -> Outcome:
     conversations.submit({slot: answer(text)})
-    return conversations.outcomes(20.0)[slot]
+    outcome = conversations.outcomes(20.0)[slot]
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome
+
+
+def begin(conversations: DatasetConversations) -> None:
+    opening = conversations.open(0)
+    if opening.error is not None:
+        raise opening.error
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -153,7 +162,7 @@ def test_parts_of_text_are_text_in_prompts_replies_and_results(make: Any) -> Non
 def test_a_row_without_a_prompt_is_named(row: Any, prompts: PromptFormat, message: str) -> None:
     conversations = DatasetConversations(DatasetSource([row]), 1, prompts=prompts)
     with pytest.raises(EnvError, match=message):
-        conversations.open(0)
+        begin(conversations)
 
 
 # Rewards ----------------------------------------------------------------------------------------
@@ -289,6 +298,60 @@ def test_a_reward_that_fails_is_named_within_its_limit(make: Any, function: Any,
     with pytest.raises(EnvError, match=rf"conversation 0 from prompt 0 \(epoch 0, group 0\): .* {message}"):
         ask(conversations, "a")
     assert time.monotonic() - began < 15.0
+
+
+def test_what_fails_in_one_conversation_leaves_the_others(make: Any) -> None:
+    def picky(completions: Any, **columns: Any) -> list[float]:
+        if completions[0][0]["content"] == "bad":
+            raise OSError("no connection")
+        return [1.0]
+
+    conversations = make(3, rewards=picky)
+    for slot, text in enumerate(["good", "bad", "good"]):
+        conversations.open(slot)
+        conversations.submit({slot: answer(text)})
+    found: dict[int, Outcome] = {}
+    while len(found) < 3:
+        found |= conversations.outcomes(20.0)
+    assert [found[slot].reward for slot in (0, 2)] == [1.0, 1.0]
+    assert found[1].error is not None
+    assert isinstance(found[1].error.__cause__, OSError)
+    assert not found[1].terminated
+
+
+@pytest.mark.parametrize("begins_again", [True, False])
+def test_a_group_waits_for_one_that_failed_until_its_slot_has_another(make: Any, begins_again: bool) -> None:
+    class Once:
+        def __init__(self, row: Any) -> None: ...
+
+        def reply(self, messages: Any) -> Any:
+            if messages[-1]["content"] == "bad":
+                raise OSError("no connection")
+            return "", 0.0, True
+
+    def number(completions: Any, **columns: Any) -> list[float]:
+        return [float(len(completions))] * len(completions)
+
+    reward = Reward(number, per="group")
+    conversations = make(3, repeats=3, rewards=reward, dialogue=Dialogue(Once))
+    openings = [conversations.open(slot) for slot in range(3)]
+    conversations.submit({0: answer("a"), 1: answer("bad"), 2: answer("c")})
+    while not (found := conversations.outcomes(5.0)):
+        pass
+    assert isinstance(found[1].error.__cause__, OSError)
+    while conversations.outcomes(None):
+        pass
+    assert conversations.waiting == [0, 2]
+    if begins_again:
+        conversations.load(1, openings[1], openings[1].messages, {})
+        assert conversations.outcomes(None) == {}
+        conversations.submit({1: answer("b")})
+    else:
+        conversations.open(1)
+    rest = conversations.outcomes(20.0)
+    assert {slot: outcome.reward for slot, outcome in rest.items()} == (
+        {0: 3.0, 1: 3.0, 2: 3.0} if begins_again else {0: 2.0, 2: 2.0}
+    )
 
 
 def test_a_coroutine_reward_is_cancelled_at_its_limit(make: Any) -> None:
@@ -698,7 +761,7 @@ class BadEnd(Mute):
 
 def test_an_environment_without_a_reply_or_with_a_close_that_raises_is_named(make: Any) -> None:
     with pytest.raises(EnvError, match=r"conversation 0 from prompt 0 .*: the environment Mute has no method reply"):
-        make(dialogue=Dialogue(Mute)).open(0)
+        begin(make(dialogue=Dialogue(Mute)))
     conversations = make(dialogue=Dialogue(BadEnd))
     conversations.open(0)
     with pytest.raises(EnvError, match=r"conversation 0 from prompt 0 .*: the environment BadEnd raised KeyError when"):
@@ -708,7 +771,7 @@ def test_an_environment_without_a_reply_or_with_a_close_that_raises_is_named(mak
 def test_an_environment_that_cannot_be_made_is_named(make: Any) -> None:
     conversations = make(dialogue=Dialogue(lambda row: row["gold"]))
     with pytest.raises(EnvError, match=r"prompt 0 .*: the environment raised KeyError when it was made from its row"):
-        conversations.open(0)
+        begin(conversations)
 
 
 # Saved, sent, misused ---------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -133,8 +134,11 @@ class DatasetConversations(Conversations):
             raise ValueError(f"slot: expected 0 to {self.num_slots - 1}, got {slot}.")
         self._drop(slot)
         draw = self.source.draw()
-        opening = Opening(draw) if self.dialogue.opens else self.prompts.opening(draw)
-        self._begin_talk(slot, opening)
+        try:
+            opening = Opening(draw) if self.dialogue.opens else self.prompts.opening(draw)
+            self._begin_talk(slot, opening)
+        except EnvError as error:
+            return Opening(draw, error=error)
         return opening
 
     def _begin_talk(self, slot: int, opening: Opening, state: Mapping[str, Any] | None = None) -> Talk:
@@ -173,7 +177,7 @@ class DatasetConversations(Conversations):
             return
         self._jobs.forget(lambda key: isinstance(key, Step) and key.talk is talk)
         talk.close()
-        if talk.over:
+        if talk.over and talk.outcome.error is None:
             return
         if any(reward.per == "group" for reward in self.rewards):
             group = talk.origin.group
@@ -189,7 +193,29 @@ class DatasetConversations(Conversations):
                 state = "no conversation" if talk is None else "an answer that nothing followed yet"
                 raise EnvError(f"slot {slot} has {state}. Call open(), or outcomes(), first.")
             talk.answered(answer)
-            self._follow(slot, talk, answer)
+            with self._reporting([(slot, talk)]):
+                self._follow(slot, talk, answer)
+
+    @contextmanager
+    def _reporting(self, members: Sequence[tuple[int, Talk]]) -> Iterator[None]:
+        """Where the ``with`` block raises, these conversations have failed: their outcomes say why."""
+        try:
+            yield
+        except EnvError as error:
+            for slot, talk in members:
+                if self._talks.get(slot) is talk:
+                    self._fail(slot, talk, error)
+
+    def _fail(self, slot: int, talk: Talk, error: EnvError) -> None:
+        """A conversation has failed; its group waits for it until its slot has another one."""
+        self._jobs.forget(lambda key: isinstance(key, Step) and key.talk is talk)
+        if (waiting := self._groups.get(talk.origin.group)) is not None:
+            self._groups[talk.origin.group] = [item for item in waiting if item[1] is not talk]
+        talk.outcome = Outcome(seconds=talk.outcome.seconds, error=error)
+        talk.over = True
+        self._ready[slot] = talk.outcome
+        with suppress(EnvError):  # it has failed already
+            talk.close()
 
     def _follow(self, slot: int, talk: Talk, answer: Answer) -> None:
         toolset = self.tools
@@ -378,12 +404,14 @@ class DatasetConversations(Conversations):
             self._ends.extend(self._jobs.wait(timeout) if timeout == 0.0 else self._wait(timeout))
         took = bool(self._ends)
         while self._ends:
-            end = self._ends.popleft()  # one that is an error leaves the others for the next call
+            end = self._ends.popleft()
             step = cast(Step, end.key)
             if step.kind == "reward":
-                self._rewarded(step, end)
+                with self._reporting(step.members):
+                    self._rewarded(step, end)
             elif step.talk is not None and self._talks.get(step.slot) is step.talk:
-                (self._tool_ended if step.kind == "tool" else self._replied)(step, step.talk, end)
+                with self._reporting([(step.slot, step.talk)]):
+                    (self._tool_ended if step.kind == "tool" else self._replied)(step, step.talk, end)
         return took
 
     def _wait(self, timeout: float | None) -> list[Finished]:
@@ -458,7 +486,10 @@ class DatasetConversations(Conversations):
         return copy.deepcopy(talk.ended_state())
 
     def load(self, slot: int, opening: Opening, messages: Sequence[Message], state: Mapping[str, Any]) -> None:
-        """See :meth:`Conversations.load`."""
+        """See :meth:`Conversations.load`; one that has failed takes the place again that it had in its group."""
+        talk = self._talks.get(slot)
+        if talk is not None and talk.outcome.error is not None and talk.origin == opening.draw.origin:
+            del self._talks[slot]
         self._drop(slot)
         self.source.claim(opening.draw.origin)
         talk = self._begin_talk(slot, opening, state)

@@ -93,12 +93,14 @@ class Opening:
         messages: what the model reads first; empty where the data has text or tokens.
         text: the same as a string, where no template is used.
         tokens: the same as tokens, int64 ``[prompt]``, where the data has them.
+        error: why it cannot begin: its row has no prompt, its environment could not be made; None: it begins.
     """
 
     draw: PromptDraw
     messages: Sequence[Message] = ()
     text: str | None = None
     tokens: torch.Tensor | None = None
+    error: EnvError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,8 @@ class Outcome:
         response: the answer's message where it called tools: its text without the calls, and ``tool_calls``; calls that
             cannot be read stay in the text. The turn then ends with ``TOOL``. None: it called none.
         next: how the next answer is asked for; None: the messages follow, and the engine decides.
+        error: a tool, a reward or the environment failed in this conversation, which does not go on; names
+            conversation, argument and remedy. What it has beside ``seconds`` does not count then. None: nothing failed.
     """
 
     messages: Sequence[Message] = ()
@@ -166,6 +170,7 @@ class Outcome:
     extras: dict[str, Any] = field(default_factory=dict)
     response: Message | None = None
     next: NextTurn | None = None
+    error: EnvError | None = None
 
 
 class Conversations(ABC):
@@ -190,6 +195,8 @@ class Conversations(ABC):
     def open(self, slot: int) -> Opening:
         """Begin a conversation in a slot; one that was in progress there is dropped.
 
+        One that cannot begin has an :attr:`Opening.error`, and its slot has none.
+
         Raises:
             StopIteration: the data is over.
         """
@@ -211,7 +218,7 @@ class Conversations(ABC):
             wait for others (a reward of a whole group).
 
         Raises:
-            EnvError: a tool, a reward or a user's environment failed; names conversation, argument and remedy.
+            EnvError: something failed in all of them; what fails in one is an :attr:`Outcome.error`.
         """
 
     def cut(self, slot: int) -> bool:
@@ -240,7 +247,11 @@ class Conversations(ABC):
 
     @abstractmethod
     def load(self, slot: int, opening: Opening, messages: Sequence[Message], state: Mapping[str, Any]) -> None:
-        """Go on with a conversation that was saved; an empty ``state``: begin it again."""
+        """Go on with a conversation that was saved; an empty ``state``: begin it again.
+
+        Raises:
+            EnvError: it cannot begin; its slot has none then.
+        """
 
     def clear(self) -> None:  # noqa: B027 - an implementation without groups has nothing to forget
         """Take the conversations out of all slots, for others to be begun or loaded; their groups lack none of them."""

@@ -271,6 +271,9 @@ class ConversationEnv(Pooled, EnvBase):
                     f"conversations: the rewards in slots {waiting} wait for others of their groups, and all slots "
                     "step together. Use LLMCollector with an engine for its policy, or Reward(..., per='conversation')."
                 )
+            for outcome in came.values():
+                if outcome.error is not None:
+                    raise outcome.error
             outcomes |= came
         followed = {slot: self._follow(slot, answers[slot], outcomes[slot]) for slot in answers}
         return self._stacked([followed.get(slot) or self._vacated(slot) for slot in range(len(self._slots.rows))])

@@ -116,7 +116,7 @@ class Slots:
         One that is in progress is dropped, and its prompt counts as delivered.
 
         Raises:
-            ValueError: its prompt cannot be read; names the conversation.
+            EnvError, ValueError: its prompt cannot be read; names the conversation.
         """
         row = None if slot in self.vacant else self.rows[slot]
         if row is not None and not row.turn:
@@ -128,6 +128,8 @@ class Slots:
         except StopIteration:
             self.vacant.add(slot)
             return
+        if opening.error is not None:
+            raise opening.error
         self.vacant.discard(slot)
         self.rows[slot] = self._row(opening)
 

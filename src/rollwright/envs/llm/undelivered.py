@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rollwright.data.llm.turns import Origin
 from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Conversations, Opening, PromptSource
+from rollwright.errors import EnvError
 
 
 class Undelivered:
@@ -63,15 +65,21 @@ class Undelivered:
     # From prompt to end -------------------------------------------------------------------------------
 
     def open(self, slot: int) -> Opening:
-        """Begin the next conversation in a slot.
+        """Begin the next conversation in a slot; see :attr:`Opening.error` for one that cannot.
 
         Raises:
             StopIteration: the data is over.
         """
         if not self.again:
             return self._conversations.open(slot)
-        opening = self.again.popleft()
-        self._conversations.load(slot, opening, opening.messages, {})
+        return self.load(slot, self.again.popleft())
+
+    def load(self, slot: int, opening: Opening) -> Opening:
+        """Begin a conversation again."""
+        try:
+            self._conversations.load(slot, opening, opening.messages, {})
+        except EnvError as error:
+            return replace(opening, error=error)
         return opening
 
     def drop(self, openings: Iterable[Opening]) -> None:

@@ -159,6 +159,8 @@ class Exchange:
         """Take outcomes that have come; returns whether there were any."""
         outcomes = self._outcomes() if timeout is None else self._conversations.outcomes(timeout)
         for slot, outcome in outcomes.items():
+            if outcome.error is not None:
+                raise outcome.error
             dialog = self._dialogs.slots[slot]
             assert dialog is not None
             try:

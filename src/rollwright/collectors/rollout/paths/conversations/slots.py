@@ -128,6 +128,8 @@ class Dialogs:
         except StopIteration:
             self._data_is_over = True
             return
+        if opening.error is not None:
+            raise opening.error
         try:
             self.slots[slot] = Dialog.begun(slot, opening, self._chain())
         except ValueError as error:
