@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 from rollwright.collectors import Collector
+from rollwright.data import gae
 from rollwright.envs import GymEnv
 
 NUM_ENVS, STEPS, EPOCHS, MINIBATCH = 16, 128, 10, 256
@@ -31,22 +32,11 @@ def network(out_features: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, out_features))
 
 
-def advantages(batch: TensorDictBase, value: torch.Tensor, next_value: torch.Tensor) -> torch.Tensor:
-    """GAE over ``[env, T]``: the value after a termination is zero, after a truncation it is the critic's."""
-    done, terminated = batch["next", "done"].float(), batch["next", "terminated"].float()
-    delta = batch["next", "reward"] + GAMMA * (1 - terminated) * next_value - value
-    advantage, carry = torch.zeros_like(delta), torch.zeros_like(delta[:, 0])
-    for t in reversed(range(delta.shape[1])):
-        carry = delta[:, t] + GAMMA * LAMBDA * (1 - done[:, t]) * carry
-        advantage[:, t] = carry
-    return advantage
-
-
 def learn(batch: TensorDictBase, actor: nn.Module, critic: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """One round of PPO on a batch ``[env, T]``."""
     with torch.no_grad():
         value, next_value = critic(batch["observation"]), critic(batch["next", "observation"])
-        advantage = advantages(batch, value, next_value)
+        advantage = gae(batch, value, next_value, gamma=GAMMA, lmbda=LAMBDA)
     frames = batch.select("observation", "action", "action_log_prob")
     frames["advantage"] = ((advantage - advantage.mean()) / (advantage.std() + 1e-8)).squeeze(-1)
     frames["target"] = advantage + value

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributions import Independent, Normal
 
 from rollwright.collectors import Collector
+from rollwright.data import gae
 from rollwright.envs import EnvBase, VmasEnv
 
 STEPS, EPOCHS, MINIBATCHES = 64, 5, 8
@@ -58,25 +59,13 @@ def spread(loc: torch.Tensor, scale: torch.Tensor) -> Independent:
     return Independent(Normal(loc, scale), 1)
 
 
-def advantages(batch: TensorDictBase, reward: torch.Tensor, value: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """GAE over ``[env, T, ..., 1]``: the value after a termination is zero, after a truncation it is the critic's."""
-    shape = (*batch.shape, *[1] * (reward.ndim - batch.ndim))
-    done, over = (batch["next", name].float().reshape(shape) for name in ("done", "terminated"))
-    delta = reward + GAMMA * (1 - over) * after - value
-    advantage, carry = torch.zeros_like(delta), torch.zeros_like(delta[:, 0])
-    for t in reversed(range(delta.shape[1])):
-        carry = delta[:, t] + GAMMA * LAMBDA * (1 - done[:, t]) * carry
-        advantage[:, t] = carry
-    return advantage
-
-
 def learn(
     batch: TensorDictBase, keys: Keys, actor: Gaussian, critic: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """One round of PPO on a batch ``[env, T]``."""
     with torch.no_grad():
         value, after = critic(batch[keys.seen]), critic(batch["next", *keys.seen])
-        advantage = advantages(batch, batch["next", *keys.reward], value, after)
+        advantage = gae(batch, value, after, gamma=GAMMA, lmbda=LAMBDA, reward_key=keys.reward)
         target = (advantage + value).flatten(0, -2)
         gain_of = ((advantage - advantage.mean()) / (advantage.std() + 1e-8)).flatten()
     seen, action = (batch[key].flatten(0, -2) for key in (keys.seen, keys.action))

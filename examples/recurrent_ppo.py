@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 from rollwright.collectors import Collector
-from rollwright.data import LazyTensorStorage, SliceSamplerWithoutReplacement, TensorDictReplayBuffer
+from rollwright.data import LazyTensorStorage, SliceSamplerWithoutReplacement, TensorDictReplayBuffer, gae
 from rollwright.envs import GymEnv
 from rollwright.modules import GRUModule, set_recurrent_mode
 
@@ -57,15 +57,11 @@ def actor_critic(memory: bool) -> tuple[nn.Module, nn.Module]:
 
 
 def add_targets(batch: TensorDictBase, model: nn.Module) -> None:
-    """GAE over ``[env, T]``: the value after a termination is zero, after a truncation it is the critic's."""
+    """Write advantages and targets of the critic."""
     with torch.no_grad():  # each frame is one step from the recurrent state that was stored with it
         value, next_value = model(batch.copy())["value"], model(batch["next"].copy())["value"]
-    done, terminated = batch["next", "done"].float(), batch["next", "terminated"].float()
-    delta = REWARD_SCALE * batch["next", "reward"] + GAMMA * (1 - terminated) * next_value - value
-    advantage, carry = torch.zeros_like(delta), torch.zeros_like(delta[:, 0])
-    for t in reversed(range(delta.shape[1])):
-        carry = delta[:, t] + GAMMA * LAMBDA * (1 - done[:, t]) * carry
-        advantage[:, t] = carry
+    batch["next", "reward"] *= REWARD_SCALE
+    advantage = gae(batch, value, next_value, gamma=GAMMA, lmbda=LAMBDA)
     batch["target"] = advantage + value
     batch["advantage"] = ((advantage - advantage.mean()) / (advantage.std() + 1e-8)).squeeze(-1)
 

@@ -27,7 +27,7 @@ LAYERS = """
     rollwright.policies
     rollwright.envs
     rollwright.collectors.core rollwright.collectors.options rollwright.collectors.delivery_options\
-        rollwright.collectors.arguments rollwright.collectors.profiling
+        rollwright.collectors.arguments rollwright.collectors.profiling rollwright.collectors.report
     rollwright.collectors.rollout
     rollwright.collectors.delivery
     rollwright.collectors.weights
@@ -49,7 +49,7 @@ BUDGETS = {
     "_processes": (1510, 1570),
     "_processes/network": (1370, 1330),
     "cli": (1800, 1550),
-    "collectors": (2270, 2010),
+    "collectors": (2385, 2110),
     "collectors/clusters": (395, 310),
     "collectors/delivery": (1870, 1850),
     "collectors/evaluation": (1280, 1110),
@@ -57,7 +57,7 @@ BUDGETS = {
     "collectors/rollout": (5650, 5550),
     "collectors/workers": (3240, 3050),
     "collectors/workers/remote": (1750, 1670),
-    "data": (4115, 3680),
+    "data": (4160, 3710),
     "data/datasets": (690, 600),
     "data/llm": (1760, 1590),
     "data/replay_buffers": (6920, 6560),

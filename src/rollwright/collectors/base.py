@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
@@ -17,6 +18,7 @@ from rollwright._processes.forks import on_fork
 from rollwright.collectors.arguments import Reachable, WorkerStats, resolve
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile, ProfileConfig
+from rollwright.collectors.report import report_of
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
 from rollwright.collectors.weights import CollectorWeights, pick_weights
 from rollwright.data.llm.turns import Version
@@ -212,6 +214,22 @@ class BaseCollector(Reachable, ABC):
         """Whether the thread of :meth:`start` collects, or is paused."""
         background = self.stats(workers=False).get("background", {})
         return bool(background.get("running"))
+
+    def report(self) -> str:
+        """What :meth:`stats` says, in words: where the time goes, what is slow, and what you can do about it.
+
+        Example:
+            >>> from rollwright import Collector
+            >>> with Collector("CartPole-v1", frames_per_batch=200) as collector:
+            ...     _ = collector.next()
+            ...     print(collector.report().splitlines()[0].split(";")[0])
+            Collector: 200 frames in 1 batches
+        """
+        return report_of(type(self).__name__, self.stats())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        return f"<pre>{escape(self.report())}</pre>"
 
     @abstractmethod
     def fake_tensordict(self) -> TensorDictBase:

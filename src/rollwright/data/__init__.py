@@ -6,7 +6,7 @@ from rollwright._missing import missing_name
 from rollwright.data.compact import restore_next
 from rollwright.data.layout import join_trajectories, split_trajectories, trajectories
 from rollwright.data.llm.history import History
-from rollwright.data.postprocs import DensifyReward, MultiStep, RewardToGo
+from rollwright.data.postprocs import DensifyReward, MultiStep, RewardToGo, gae
 from rollwright.data.replay_buffers import (
     ConditionalUpdateResult,
     ConsumingSampler,
@@ -126,6 +126,7 @@ __all__ = [
     "Writer",
     "from_gym_space",
     "from_torchrl",
+    "gae",
     "join_trajectories",
     "restore_next",
     "split_trajectories",

@@ -230,7 +230,7 @@ class RewardToGo(nn.Module):
             )
         out = data.copy()
         for key, to in zip(self.in_keys, self.out_keys, strict=True):
-            out.set(to, _to_go(_reward(data, key), ends, self.gamma))
+            out.set(to, _to_go(_reward(data, key), ends, self.gamma, data.ndim - 1))
         return out
 
     def extra_repr(self) -> str:
@@ -239,6 +239,83 @@ class RewardToGo(nn.Module):
 
 
 Reward2GoTransform = RewardToGo
+
+
+def gae(
+    batch: TensorDictBase,
+    value: torch.Tensor,
+    next_value: torch.Tensor,
+    *,
+    gamma: float = 0.99,
+    lmbda: float = 0.95,
+    reward_key: NestedKey = "reward",
+) -> torch.Tensor:
+    r"""Generalized advantage estimation (arXiv:1506.02438, equation 16).
+
+    .. math::
+
+        \delta_t = r_t + \gamma (1 - \text{terminated}_t) V(s_{t+1}) - V(s_t) \qquad
+        A_t = \delta_t + \gamma \lambda (1 - \text{end}_t) A_{t+1}
+
+    The value that follows a termination is zero; after a truncation, and at the end of a batch or a slice, it is
+    ``next_value``. Sums end where a trajectory does (``done``, another id, ``is_init``), and with the batch.
+
+    Args:
+        batch: ``[*env, T]``, or flat: slices, or trajectories one after another.
+        value: of ``observation``, the shape of the reward.
+        next_value: of ``("next", "observation")``, the shape of the reward.
+        gamma: discount factor, from 0 to 1.
+        lmbda: from 0 (least variance) to 1 (least bias).
+        reward_key: entry below ``"next"``; of agents, flags beside it are read, else those of ``"next"``.
+
+    Returns:
+        Advantages, of the shape and dtype of ``value``; 0 in padding. The critic's target is ``advantage + value``.
+
+    Raises:
+        KeyError: there is no such reward, or there are no flags.
+        ValueError: values have another shape than the reward.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> flags = {"done": torch.tensor([[False], [True]]), "terminated": torch.tensor([[False], [True]])}
+        >>> batch = TensorDict({"next": {"reward": torch.ones(2, 1), **flags}}, [2])
+        >>> gae(batch, torch.zeros(2, 1), torch.zeros(2, 1), gamma=0.5, lmbda=1.0)
+        tensor([[1.5000],
+                [1.0000]])
+    """
+    reward = _reward(batch, unravel(("next", *as_tuple(reward_key))))
+    for name, given in {"value": value, "next_value": next_value}.items():
+        if given.shape != reward.shape:
+            raise ValueError(
+                f"{name}: expected the shape of the reward, {list(reward.shape)}, got {list(given.shape)}. Give a "
+                "value for each reward."
+            )
+    group = as_tuple(reward_key)[:-1]
+    ends, taken = (_beside(found, reward, batch.ndim) for found in find_ends(batch, None, None, None))
+    done, terminated = (
+        _beside(batch.get(("next", *group, name), batch.get(("next", name), None)), reward, batch.ndim)
+        for name in (DONE, TERMINATED)
+    )
+    if terminated is None:
+        raise KeyError(f"batch: expected the flags of steps, got {key_str(leaf_keys(batch))}. Keep 'terminated'.")
+    delta = reward + gamma * torch.where(terminated, 0.0, next_value) - value
+    if taken is not None:
+        delta = torch.where(taken, delta, 0.0)
+    ends = ends | (terminated if done is None else done)
+    return _to_go(delta, ends, gamma * lmbda, batch.ndim - 1).to(value.dtype)
+
+
+def _beside(flag: torch.Tensor | None, reward: torch.Tensor, dims: int) -> torch.Tensor | None:
+    """A flag with as many dimensions as a reward; one of all agents counts for each of them.
+
+    Args:
+        flag: ``[*env, T, ...]``, or ``[rows, T]``.
+        reward: ``[*env, T, ...]``.
+        dims: of ``[*env, T]``.
+    """
+    if flag is None or (flag.ndim == reward.ndim and flag.shape[:-1] == reward.shape[:-1]):
+        return flag
+    return flag.reshape(*reward.shape[:dims], *(1,) * (reward.ndim - dims))
 
 
 class DensifyReward(nn.Module):
@@ -286,7 +363,8 @@ class DensifyReward(nn.Module):
             ValueError: there is no dimension of time.
         """
         ends = _ends(batch, self.done_key)
-        return batch.copy().set(self.reward_key_out, _to_go(_reward(batch, self.reward_key), ends, self.discount))
+        to_go = _to_go(_reward(batch, self.reward_key), ends, self.discount, batch.ndim - 1)
+        return batch.copy().set(self.reward_key_out, to_go)
 
 
 def _discount(name: str, value: float | torch.Tensor) -> float:
@@ -323,16 +401,15 @@ def _ends(batch: TensorDictBase, done_key: NestedKey) -> torch.Tensor:
     return ends
 
 
-def _to_go(reward: torch.Tensor, ends: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Discounted sums ``[*env, T, ...]`` up to the next end, or the end of the batch.
+def _to_go(reward: torch.Tensor, ends: torch.Tensor, gamma: float, time: int) -> torch.Tensor:
+    """Discounted sums ``[*env, T, ...]`` up to the next end, or the end of the batch, along dimension ``time``.
 
     Doubles how far each sum reaches, so that T steps take log2(T) passes over all of them.
     """
-    time = ends.ndim - 1
     total = reward.to(torch.float64).clone()
     weight = (gamma * (~ends).to(torch.float64)).to(reward.device)
     weight = weight.reshape(*ends.shape, *(1,) * (reward.ndim - ends.ndim))
-    length, reach = ends.shape[-1], 1
+    length, reach = ends.shape[time], 1
     while reach < length:
         kept = length - reach
         here, later = weight.narrow(time, 0, kept), total.narrow(time, reach, kept)

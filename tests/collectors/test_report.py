@@ -1,0 +1,80 @@
+"""The report of a collector: its figures are those of stats(), and its remarks name what is slow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollwright.collectors import Collector
+from rollwright.collectors.report import report_of, shares_of
+from rollwright.data import LazyTensorStorage, TensorDictReplayBuffer
+from rollwright.envs import GymEnv
+
+STATS = {"frames": 1_000, "batches": 5, "episodes": 0, "frames_per_second": 10.0, "mean_return": None}
+
+
+def cartpole():
+    return GymEnv("CartPole-v1")
+
+
+def act(td):
+    return td.set("action", torch.nn.functional.one_hot(torch.randint(2, ()), 2))
+
+
+def test_shares_add_up_to_the_measured_time():
+    shares = shares_of({"seconds": {"env": 3.0, "policy": 1.0, "total": 8.0}})
+    assert shares == {"env": 0.375, "policy": 0.125, "everything else": 0.5}
+    assert shares_of({"seconds": {}}) == {}
+
+
+def test_before_the_first_batch_it_says_that_there_is_none():
+    with Collector(cartpole, frames_per_batch=10) as collector:
+        assert collector.report().startswith("Collector: 0 frames in 0 batches")
+
+
+def test_a_policy_on_tensordicts_is_named_with_the_reason():
+    with Collector(cartpole, act, frames_per_batch=50) as collector:
+        collector.next()
+        report, why = collector.report(), collector.stats()["paths"]["policy"]
+    assert not why.startswith("native")
+    assert f"The policy runs on TensorDicts, which costs time at each step: {why}" in report
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ({"env": 8.0, "policy": 1.0, "total": 10.0}, "The environment takes most of the time"),
+        ({"env": 1.0, "policy": 8.0, "total": 10.0}, "The policy takes most of the time"),
+        ({"env": 1.0, "policy": 1.0, "wait": 8.0, "total": 10.0}, "Workers wait for your loop"),
+    ],
+)
+def test_what_takes_most_of_the_time_is_named(seconds, words):
+    report = report_of("Collector", {**STATS, "seconds": seconds})
+    assert report.count("most of the time") == 1
+    assert words in report
+
+
+def test_of_workers_it_names_the_slowest_and_what_was_lost():
+    workers = [{"index": i, "batches": 2, "seconds": {"total": total}} for i, total in enumerate([1.0, 6.0])]
+    lost = {"workers": workers, "workers_alive": 2, "restarts": 3, "frames_stale": 70, "policy_lag": 2}
+    report = report_of("MultiCollector", {**STATS, **lost, "policy_version": 4})
+    assert "slowest worker: 1, 3 s a batch (the fastest 0.5 s)" in report
+    assert "70 frames were thrown away (max_policy_lag)" in report
+    assert "Workers were replaced 3 times" in report
+    assert "version 4; workers act with it, or are 2 behind at most" in report
+
+
+def test_workers_and_a_buffer_report_what_stats_say():
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1_000), batch_size=8, shared=True)
+    with Collector(cartpole, frames_per_batch=40, num_collectors=2, sync=True, replay_buffer=buffer) as collector:
+        collector.next()
+        report, stats = collector.report(), collector.stats()
+    assert "workers: 2 of 2 alive, 0 restarts" in report
+    assert f"frames in the buffer so far: {stats['write_count']:,}" in report
+
+
+def test_a_notebook_shows_it_escaped():
+    with Collector(cartpole, lambda td: act(td), frames_per_batch=10) as collector:
+        shown = collector._repr_html_()
+    assert shown.startswith("<pre>")
+    assert "<lambda>" not in shown
