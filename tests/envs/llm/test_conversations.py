@@ -371,6 +371,90 @@ def test_none_counts_as_nothing_and_other_returns_are_an_error(make: Any) -> Non
         Reward(halves, per="turn")  # type: ignore[arg-type]
 
 
+class Sizes:
+    """A reward function that notes of how many conversations each call was, and waits until it may return."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.may_return = threading.Event()
+
+    def __call__(self, completions: list[Any]) -> list[float]:
+        self.sizes.append(len(completions))
+        self.may_return.wait(20.0)
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def test_conversations_that_have_ended_meanwhile_are_rewarded_in_one_call(make: Any) -> None:
+    sizes = Sizes()
+    conversations = make(slots=8, rewards=sizes)
+    for slot in range(8):
+        conversations.open(slot)
+    conversations.submit({0: answer("a")})  # it waits for no other
+    assert conversations.outcomes(0.0) == {}
+    conversations.submit({1: answer("bb"), 2: answer("ccc")})
+    conversations.submit({slot: answer("d" * slot) for slot in range(3, 8)})
+    conversations.open(4)  # which drops the one that waits there
+    sizes.may_return.set()
+    found: dict[int, Outcome] = {}
+    while len(found) < 7:
+        found |= conversations.outcomes(20.0)
+    assert {slot: outcome.reward for slot, outcome in found.items()} == {0: 1, 1: 2, 2: 3, 3: 3, 5: 5, 6: 6, 7: 7}
+    assert sizes.sizes == [1, 6]
+
+
+def test_processes_share_what_waits_and_coroutines_take_all(make: Any) -> None:
+    async def all_of_them(completions: list[Any]) -> list[float]:
+        return [float(len(completions))] * len(completions)
+
+    conversations = make(slots=5, rewards=[Reward(process_id, processes=2), Reward(all_of_them, name="all")])
+    for slot in range(5):
+        conversations.open(slot)
+    conversations.submit({slot: answer("a") for slot in range(5)})
+    found: dict[int, Outcome] = {}
+    while len(found) < 5:
+        found |= conversations.outcomes(20.0)
+    processes = [float(found[slot].extras["next", "rewards", "process_id"]) for slot in range(5)]
+    assert sorted(map(processes.count, set(processes))) == [2, 3]
+    assert {float(outcome.extras["next", "rewards", "all"]) for outcome in found.values()} == {5.0}
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_call_that_fails_is_made_again_for_each_so_that_the_error_is_of_one(make: Any, processes: int) -> None:
+    conversations = make(slots=3, rewards=Reward(no_bad, processes=processes))
+    for slot in range(3):
+        conversations.open(slot)
+    conversations.submit({0: answer("good"), 1: answer("bad"), 2: answer("also")})
+    found: dict[int, Outcome] = {}
+    while len(found) < 3:
+        found |= conversations.outcomes(20.0)
+    assert (found[0].reward, found[1].reward, found[2].reward) == (1.0, 0.0, 1.0)
+    assert [slot for slot, outcome in found.items() if outcome.error is not None] == [1]
+    assert "conversation 0 from prompt 1 (epoch 0, group 1): the reward function 'no_bad' raised" in str(found[1].error)
+
+
+def no_bad(completions: list[Any]) -> list[float]:
+    if any(completion[0]["content"] == "bad" for completion in completions):
+        raise ValueError("bad")
+    return [1.0] * len(completions)
+
+
+def test_each_reward_is_known_by_its_name_beside_the_sum(make: Any) -> None:
+    def silent(completions: list[Any]) -> list[Any]:
+        return [None] * len(completions)
+
+    functions = [Reward(halves, weight=4.0), silent, lambda completions: [1.0], lambda completions: [3.0]]
+    conversations = make(rewards=functions, dialogue=Dialogue(Countdown))
+    conversations.open(0)
+    first = ask(conversations, "a")
+    last = ask(conversations, "b")
+    names = ["halves", "silent", "<lambda>", "<lambda>_2"]
+    assert [float(first.extras["next", "rewards", name]) for name in names] == [0.0] * 4
+    values = [float(last.extras["next", "rewards", name]) for name in names]
+    assert (values[0], values[2], values[3]) == (0.5, 1.0, 3.0)
+    assert values[1] != values[1]  # it had nothing to say
+    assert last.reward == 6.5
+
+
 class AsyncObject:
     async def __call__(self, completions: list[Any]) -> list[float]:
         return [1.0]

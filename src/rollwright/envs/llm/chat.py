@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -202,6 +202,7 @@ class ChatEnv(ConversationEnv):
         epochs: int | None = None,
         seed: int = 0,
         primers: Composite | None = None,
+        columns: Sequence[str] = (),
         device: torch.device | str | None = None,
     ) -> ChatEnv:
         """An environment on a dataset.
@@ -227,7 +228,8 @@ class ChatEnv(ConversationEnv):
             shuffle: another order in each epoch, for map-style datasets.
             epochs: how often the dataset is read; None: without an end.
             seed: of order and samples; ``set_seed`` replaces it.
-            primers: specs of columns of the dataset that are observations, too.
+            primers: specs of columns of the dataset that are observations and parts of records, as tensors.
+            columns: of the dataset, that observations and records have at ``("columns", name)``, as they are.
             device: of the tensors.
 
         Raises:
@@ -250,6 +252,7 @@ class ChatEnv(ConversationEnv):
             rewards=reward_functions,
             tools=tools,
             dialogue=Dialogue(environment, max_turns, reply_timeout_s, history=history),
+            columns=columns,
         )
         return cls(conversations, tokenizer, primers=primers, device=device)
 

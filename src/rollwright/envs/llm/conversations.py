@@ -13,12 +13,13 @@ import torch
 
 from rollwright._warnings import warn_user
 from rollwright.data.llm.turns import FinishReason, Message, Origin
+from rollwright.data.specs import Composite
 from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome, PromptSource
 from rollwright.envs.llm.jobs import Finished, Jobs, Lane, ThreadLane
 from rollwright.envs.llm.opening import PromptFormat
 from rollwright.envs.llm.replies import Dialogue, as_reply
 from rollwright.envs.llm.rewards import Reward, as_rewards, place
-from rollwright.envs.llm.talk import Step, Talk
+from rollwright.envs.llm.talk import Step, Talk, reward_key
 from rollwright.envs.llm.tools.toolset import Toolset, as_toolset, call_of
 from rollwright.errors import EnvError
 
@@ -44,6 +45,10 @@ class DatasetConversations(Conversations):
         rewards: reward functions, or :class:`Reward`.
         tools: functions, tools, or a :class:`Toolset`.
         dialogue: how conversations go on.
+        columns: of the data, that records have at ``("columns", name)``, as they are.
+
+    Attributes:
+        primers: specs of columns of the data that records have at the root, as tensors; None: there are none.
 
     Raises:
         ValueError: there are fewer slots than a reward of groups needs, or an argument is out of range.
@@ -74,7 +79,12 @@ class DatasetConversations(Conversations):
         rewards: Any = None,
         tools: Any = None,
         dialogue: Dialogue | None = None,
+        columns: Sequence[str] = (),
     ) -> None:
+        if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
+            raise TypeError(f"columns: expected names of columns of the data, got {columns!r}. Pass a list of strings.")
+        self.columns = tuple(columns)
+        self.primers: Composite | None = None
         if num_slots < 1:
             raise ValueError(f"num_slots: expected at least 1, got {num_slots}.")
         self.source, self.num_slots = source, num_slots
@@ -111,6 +121,7 @@ class DatasetConversations(Conversations):
         self._for_rewards = ThreadLane(1)
         self._for_replies = ThreadLane(self.num_slots)
         self._for_tools = ThreadLane(_MOST_CALLS * self.num_slots)
+        self._to_reward: list[list[tuple[int, Talk]]] = [[] for _ in self.rewards]  # that ended, by reward function
         self._lanes: list[Lane] = [reward.lane(self._for_rewards) for reward in self.rewards]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,7 +130,16 @@ class DatasetConversations(Conversations):
                 "conversations: some are in progress and cannot be sent to another process. Send the environment "
                 "before its first reset, or a function that makes it."
             )
-        made_in_begin = {"on_wait", "_jobs", "_ends", "_for_rewards", "_for_replies", "_for_tools", "_lanes"}
+        made_in_begin = {
+            "on_wait",
+            "_jobs",
+            "_ends",
+            "_to_reward",
+            "_for_rewards",
+            "_for_replies",
+            "_for_tools",
+            "_lanes",
+        }
         return {name: value for name, value in self.__dict__.items() if name not in made_in_begin}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -168,7 +188,29 @@ class DatasetConversations(Conversations):
                 f"{place(opening.draw.origin)}: the environment {type(environment).__name__} has no method reply. "
                 "Write reply(self, messages), which returns messages, reward and whether it is over."
             )
-        return Talk(opening, environment)
+        return Talk(opening, environment, self._extras(opening))
+
+    def _extras(self, opening: Opening) -> dict[Any, Any]:
+        """What records of a conversation have of its row, and of rewards that are to come."""
+        found: dict[Any, Any] = {("columns", name): self.column(opening, name, "columns") for name in self.columns}
+        if self.primers is not None:
+            for key in self.primers.keys(True, True):
+                found[key] = self.primers[key].encode(self.column(opening, str(key), "primers"))
+        return found | {reward_key(reward.name): torch.zeros(1) for reward in self.rewards}
+
+    @staticmethod
+    def column(opening: Opening, name: str, argument: str) -> Any:
+        """The value of a column in the row of a conversation.
+
+        Raises:
+            EnvError: there is no such column; names the argument that asks for it.
+        """
+        row = opening.draw.row
+        if name not in row:
+            raise EnvError(
+                f"{argument}: the row has no column {name!r}; it has {sorted(map(str, row))}. Correct the key."
+            )
+        return row[name]
 
     def _drop(self, slot: int) -> None:
         talk = self._talks.pop(slot, None)
@@ -195,6 +237,7 @@ class DatasetConversations(Conversations):
             talk.answered(answer)
             with self._reporting([(slot, talk)]):
                 self._follow(slot, talk, answer)
+        self._ask_waiting()
 
     @contextmanager
     def _reporting(self, members: Sequence[tuple[int, Talk]]) -> Iterator[None]:
@@ -340,7 +383,7 @@ class DatasetConversations(Conversations):
         talk.rewards_left = len(self.rewards)
         alone = [number for number, reward in enumerate(self.rewards) if reward.per == "conversation"]
         for number in alone:
-            self._ask(number, [(slot, talk)])
+            self._to_reward[number].append((slot, talk))
         if len(alone) < len(self.rewards):
             self._groups.setdefault(talk.origin.group, []).append((slot, talk))
             self._complete(talk.origin)
@@ -360,23 +403,53 @@ class DatasetConversations(Conversations):
             if reward.per == "group" and members:
                 self._ask(number, members)
 
+    def _ask_waiting(self) -> None:
+        """Call reward functions for conversations that have ended meanwhile, as far as there is room."""
+        for number, members in enumerate(self._to_reward):
+            members = [(slot, talk) for slot, talk in members if self._waits(slot, talk)]
+            self._to_reward[number] = members
+            if not members:
+                continue
+            steps = (cast(Step, key) for key in self._jobs.in_progress)
+            running = sum(step.kind == "reward" and step.number == number for step in steps)
+            calls = self.rewards[number].calls(len(members), running)
+            for part in range(calls):
+                self._ask(number, members[part::calls])
+            if calls > 0:
+                self._to_reward[number] = []
+
     def _ask(self, number: int, members: Sequence[tuple[int, Talk]]) -> None:
         reward = self.rewards[number]
         samples = [talk.sample(self.prompts.mode) for _, talk in members]
         slot, talk = members[0]
-        step = Step("reward", slot, talk if reward.per == "conversation" else None, number, members, samples)
-        arguments = (reward.arguments(samples),)
-        self._jobs.start(step, self._lanes[number], reward.call(), arguments, limit_s=reward.timeout_s)
+        alone = reward.per == "conversation" and len(members) == 1
+        step = Step("reward", slot, talk if alone else None, number, members, samples)
+        with self._reporting(members):
+            arguments = (reward.arguments(samples),)
+            self._jobs.start(step, self._lanes[number], reward.call(), arguments, limit_s=reward.timeout_s)
+
+    def _waits(self, slot: int, talk: Talk) -> bool:
+        """Whether a conversation waits for rewards; False: it was dropped, or has failed, meanwhile."""
+        return self._talks.get(slot) is talk and not talk.over
 
     def _rewarded(self, step: Step, end: Finished) -> None:
         reward = self.rewards[step.number]
-        if end.error is not None:
-            raise reward.raised(step.samples, end.error) from end.error
-        for (slot, talk), value in zip(step.members, reward.values(end.value, step.samples), strict=True):
-            if self._talks.get(slot) is not talk:
-                continue  # it was dropped meanwhile
+        try:
+            if end.error is not None:
+                raise reward.raised(step.samples, end.error) from end.error
+            numbers = reward.values(end.value, step.samples)
+        except EnvError:
+            if reward.per == "group" or len(step.members) == 1:
+                raise
+            for member in step.members:  # so that the error is that of its conversation
+                if self._waits(*member):
+                    self._ask(step.number, [member])
+            return
+        for (slot, talk), number in zip(step.members, numbers, strict=True):
+            if not self._waits(slot, talk):
+                continue
             talk.spent("reward", end.seconds)
-            talk.add_reward(value)
+            talk.add_reward(reward.name, number, reward.weight)
             talk.rewards_left -= 1
             if not talk.rewards_left:
                 self._end(slot, talk)
@@ -412,6 +485,7 @@ class DatasetConversations(Conversations):
             elif step.talk is not None and self._talks.get(step.slot) is step.talk:
                 with self._reporting([(step.slot, step.talk)]):
                     (self._tool_ended if step.kind == "tool" else self._replied)(step, step.talk, end)
+        self._ask_waiting()
         return took
 
     def _wait(self, timeout: float | None) -> list[Finished]:
@@ -419,7 +493,7 @@ class DatasetConversations(Conversations):
         if note is None:
             return self._jobs.wait(timeout)
         steps = [cast(Step, key) for key in self._jobs.in_progress]
-        talks = [step.members[0][1] if step.talk is None else step.talk for step in steps]
+        talks = [talk for step in steps for talk in ([step.talk] if step.talk else [talk for _, talk in step.members])]
         note([(talk.origin, talk.turn) for talk in talks])
         ends = self._jobs.wait(timeout)
         if ends or not self._jobs:
@@ -508,6 +582,8 @@ class DatasetConversations(Conversations):
         self._groups.clear()
         self._dropped.clear()
         self._ends.clear()
+        for members in self._to_reward:
+            members.clear()
         errors = []
         for talk in talks:
             try:

@@ -154,7 +154,7 @@ class Outcome:
         terminated: whether the conversation is over, with nothing to follow.
         truncated: whether it was cut off, by a limit.
         seconds: ``tool`` and ``reward``.
-        extras: further entries of the record, by key.
+        extras: further entries of the record, by key: columns of the data, the number of each reward function.
         response: the answer's message where it called tools: its text without the calls, and ``tool_calls``; calls that
             cannot be read stay in the text. The turn then ends with ``TOOL``. None: it called none.
         next: how the next answer is asked for; None: the messages follow, and the engine decides.

@@ -20,6 +20,7 @@ from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Opening, Outcome
 from rollwright.envs.llm.pooled import Pooled
 from rollwright.envs.llm.slot_row import SlotRow, Slots
+from rollwright.envs.llm.talk import reward_key
 from rollwright.envs.llm.undelivered import Undelivered
 from rollwright.errors import EnvError
 
@@ -88,7 +89,7 @@ class ConversationEnv(Pooled, EnvBase):
         self.conversations, self.nested = conversations, nested
         self._mode = writes or conversations.prompts.mode
         self._changes = changes and self._mode == "history"
-        self._columns = columns
+        self._columns = conversations.primers = columns
         self._end_token_ids = tuple(end_token_ids)
         self._ends = frozenset(end_token_ids)  # and those of the policy
         # A model that finds an answer beside a prompt would take that for the last one.
@@ -161,6 +162,12 @@ class ConversationEnv(Pooled, EnvBase):
         if self._columns is not None:
             for key in self._columns.keys(True, True):
                 observed[str(key)] = self._columns[key].clone().expand(*size, *self._columns[key].shape)
+        if names := self.conversations.columns:
+            column = NonTensor(size, example_data=None, batched=True)
+            observed["columns"] = Composite({name: column.clone() for name in names}, shape=size)
+        if rewards := self.conversations.rewards:
+            number = Unbounded((*size, 1))
+            observed["rewards"] = Composite({reward.name: number.clone() for reward in rewards}, shape=size)
         chosen = ("tokens" if self._has_tokens else "text") + ("" if self.nested else "_response")
         if not (self._has_tokens or self._has_text):  # messages alone: a policy answers in text, or by a message
             actions["text"] = Composite(response=text.clone(), shape=size)
@@ -239,17 +246,16 @@ class ConversationEnv(Pooled, EnvBase):
             entries["history"] = ChatHistory(prompt=History.from_chats(row.messages), batch_size=())
         if self._columns is not None:
             for key in self._columns.keys(True, True):
-                entries[str(key)] = self._columns[key].encode(self._column(row, str(key)))
+                entries[str(key)] = self._columns[key].encode(self._column(row, str(key), "primers"))
+        if self.conversations.columns:
+            names = self.conversations.columns
+            entries["columns"] = _td({name: NonTensorData(self._column(row, name, "columns")) for name in names})
+        if self.conversations.rewards:
+            entries["rewards"] = _td({reward.name: torch.zeros(1) for reward in self.conversations.rewards})
         return entries
 
-    @staticmethod
-    def _column(row: SlotRow, key: str) -> Any:
-        values = row.opening.draw.row
-        if key not in values:
-            raise EnvError(
-                f"primers: the row has no column {key!r}; it has {sorted(map(str, values))}. Correct the key."
-            )
-        return values[key]
+    def _column(self, row: SlotRow, key: str, argument: str) -> Any:
+        return self.conversations.column(row.opening, key, argument)
 
     def _stacked(self, rows: list[dict[str, Any]]) -> TensorDictBase:
         stacked: TensorDictBase = LazyStackedTensorDict(*map(_td, rows), stack_dim=0)
@@ -351,6 +357,8 @@ class ConversationEnv(Pooled, EnvBase):
         if row.over:
             self._note_end(row.opening)
         entries, reward = self._observed(row), outcome.reward
+        for each in self.conversations.rewards:
+            entries["rewards"].set(each.name, outcome.extras[reward_key(each.name)])
         entries["reward"] = reward.unsqueeze(-1) if isinstance(reward, torch.Tensor) else torch.tensor([float(reward)])
         flags = (outcome.terminated, outcome.truncated, outcome.terminated or outcome.truncated)
         for name, flag in zip(("terminated", "truncated", "done"), flags, strict=True):

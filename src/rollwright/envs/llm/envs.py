@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class LLMEnv(ConversationEnv):
         seed: int = 0,
         eos_token_id: int | Collection[int] | None = None,
         primers: Composite | None = None,
+        columns: Sequence[str] = (),
         device: torch.device | str | None = None,
         str2str: bool | None = None,
     ) -> LLMEnv:
@@ -82,7 +83,8 @@ class LLMEnv(ConversationEnv):
             epochs: how often the dataset is read; None: without an end.
             seed: of order and samples; ``set_seed`` replaces it.
             eos_token_id: tokens that end an answer, beside the tokenizer's.
-            primers: specs of columns of the dataset that are observations, too.
+            primers: specs of columns of the dataset that are observations and parts of records, as tensors.
+            columns: of the dataset, that observations and records have at ``("columns", name)``, as they are.
             device: of the tensors.
             str2str: the same as ``from_text=True`` without a tokenizer.
 
@@ -103,7 +105,7 @@ class LLMEnv(ConversationEnv):
             interleave=1 if group_repeats else batch_of(None, dataloader, size),
         )
         prompts = PromptFormat("text" if from_text else "tokens", data_key)
-        conversations = DatasetConversations(source, size, prompts=prompts, rewards=reward_functions)
+        conversations = DatasetConversations(source, size, prompts=prompts, rewards=reward_functions, columns=columns)
         return cls(conversations, tokenizer, eos_token_id=eos_token_id, primers=primers, device=device)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -42,17 +43,21 @@ class Reward:
     of tokens). ``columns`` are those of the dataset, each a list, and ``completion_ids``, the tokens of the answers; a
     function without ``**kwargs`` gets those that it names. It may be a coroutine function.
 
-    A reward belongs to the last turn of a conversation.
+    A reward belongs to the last turn of a conversation. Records have the sum of all, with their weights, and the number
+    that each function returned, by its name.
 
     Args:
         function: see above.
         weight: factor of its values in the sum.
-        per: ``"conversation"``: called when one ends. ``"group"``: called once for all repeats of a prompt, when the
-            last of them ends; after a load, for those that were not delivered before.
+        per: ``"conversation"``: called for those that have ended since the last call, together; it waits for no other.
+            ``"group"``: called once for all repeats of a prompt, when the last of them ends; after a load, for those
+            that were not delivered before.
         processes: 0: in a thread of this process, where no two plain functions run at the same time. Else in that
             many processes; the function is pickled, and a process that is over the limit is killed.
         timeout_s: seconds that a call may take.
-        name: for messages; None: the function's.
+        name: in records and messages; None: the function's.
+
+    A call for several conversations that fails is made again for each alone, so that an error is that of one of them.
 
     Raises:
         TypeError: ``function`` cannot be called, or not by keyword.
@@ -105,6 +110,17 @@ class Reward:
                 "Write them as plain ones: def reward(completions, **columns)."
             )
 
+    def calls(self, waiting: int, running: int) -> int:
+        """How many calls to begin, among which the conversations that wait are divided.
+
+        Args:
+            waiting: conversations.
+            running: calls in progress.
+        """
+        if inspect.iscoroutinefunction(_target(self.function)):
+            return 1
+        return min(waiting, max(self.processes, 1) - running)
+
     def lane(self, shared: ThreadLane) -> Lane:
         """Where it runs; ``shared`` is that of all plain and coroutine functions."""
         if not self.processes:
@@ -143,8 +159,8 @@ class Reward:
             return given
         return {each.name: given[each.name] for each in plain if each.name in given}
 
-    def values(self, returned: Any, samples: Sequence[Sample]) -> list[float]:
-        """The numbers that a call returned, by sample, with its weight.
+    def values(self, returned: Any, samples: Sequence[Sample]) -> list[float | None]:
+        """The numbers that a call returned, by sample, without its weight; None: it has nothing to say.
 
         Raises:
             EnvError: too few or too many, or something that is no finite number.
@@ -159,10 +175,13 @@ class Reward:
                 f"returned {len(returned)} numbers for {len(samples)} completions",
                 "Return a list with one number for each of completions",
             )
-        values = []
+        values: list[float | None] = []
         for value, sample in zip(returned, samples, strict=True):
+            if value is None:
+                values.append(None)
+                continue
             try:
-                number = 0.0 if value is None else _number(value)
+                number = _number(value)
             except (TypeError, ValueError, OverflowError):
                 raise self.failed([sample], f"returned {_shown(value)}, expected a number or None") from None
             if not math.isfinite(number):
@@ -171,7 +190,7 @@ class Reward:
                     f"returned {'NaN' if math.isnan(number) else number}",
                     "Return a finite number, or None where it has nothing to say",
                 )
-            values.append(self.weight * number)
+            values.append(number)
         return values
 
     def failed(self, samples: Sequence[Sample], what: str, remedy: str = "Correct the function") -> EnvError:
@@ -187,11 +206,10 @@ class Reward:
 
 
 def as_rewards(rewards: Any) -> tuple[Reward, ...]:
-    """Reward functions as :class:`Reward`; None: there are none.
+    """Reward functions as :class:`Reward`, each with a name of its own; None: there are none.
 
     Raises:
         TypeError: something else was given.
-        ValueError: two have one name.
     """
     if rewards is None:
         return ()
@@ -199,7 +217,13 @@ def as_rewards(rewards: Any) -> tuple[Reward, ...]:
         rewards = (rewards,)
     if not isinstance(rewards, (list, tuple)):
         raise TypeError(f"rewards: expected functions or Reward(...), got {type(rewards).__name__}. Pass a list.")
-    return tuple(reward if isinstance(reward, Reward) else Reward(reward) for reward in rewards)
+    found: dict[str, Reward] = {}
+    for given in rewards:
+        reward = given if isinstance(given, Reward) else Reward(given)
+        names = (f"{reward.name}_{number}" for number in itertools.count(2))
+        name = reward.name if reward.name not in found else next(name for name in names if name not in found)
+        found[name] = reward if name == reward.name else replace(reward, name=name)
+    return tuple(found.values())
 
 
 def place(origin: Origin) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ class Talk:
     Args:
         opening: how it begins.
         environment: answers the model; None: nothing does.
+        extras: further entries of its records, see :attr:`Outcome.extras`.
 
     Attributes:
         messages: so far, from the opening's on.
@@ -35,14 +37,14 @@ class Talk:
         num_answered: tokens of the last answer.
     """
 
-    def __init__(self, opening: Opening, environment: Any) -> None:
-        self.opening, self.environment = opening, environment
+    def __init__(self, opening: Opening, environment: Any, extras: Mapping[Any, Any] | None = None) -> None:
+        self.opening, self.environment, self._extras = opening, environment, dict(extras or {})
         self.messages: list[Message] = list(opening.messages)
         self.sequences: list[list[Message]] = []  # where the environment chooses among them
         self._num_first = len(opening.messages)
         self.turns = self.rounds = self.rewards_left = self.num_answered = 0
         self.calls: Sequence[ToolCall] = ()
-        self.outcome = Outcome()
+        self.outcome = Outcome(extras=dict(self._extras))
         self.ended: Outcome | None = None
         self.busy = self.over = False
         self._results: dict[int, Message] = {}  # by number of the call
@@ -71,7 +73,7 @@ class Talk:
         """Take an answer."""
         self.turns += 1
         self.busy = True
-        self.outcome = Outcome()
+        self.outcome = Outcome(extras=dict(self._extras))
         self.messages.append(answer.message)
         self.num_answered = len(answer.tokens)
         self._token_ids += answer.tokens.tolist()
@@ -154,16 +156,17 @@ class Talk:
     def end(self) -> None:
         """The conversation has ended; rewards of its end are added to the outcome from here on."""
         self.outcome.messages = ()
-        self.ended = replace(self.outcome, seconds=dict(self.outcome.seconds))
+        self.ended = replace(self.outcome, seconds=dict(self.outcome.seconds), extras=dict(self.outcome.extras))
         self.close()
 
     def spent(self, stage: str, seconds: float) -> None:
         """Note seconds of a stage."""
         self.outcome.seconds[stage] = self.outcome.seconds.get(stage, 0.0) + seconds
 
-    def add_reward(self, value: float) -> None:
-        """Add to the reward of the turn; to that of its last token where each has one."""
-        reward = self.outcome.reward
+    def add_reward(self, name: str, number: float | None, weight: float) -> None:
+        """Add to the reward of the turn, to that of its last token where each has one; and note it by its name."""
+        self.outcome.extras[reward_key(name)] = torch.tensor([math.nan if number is None else number])
+        reward, value = self.outcome.reward, 0.0 if number is None else weight * number
         if isinstance(reward, torch.Tensor):
             reward = reward.clone()
             reward[-1] += value
@@ -257,6 +260,11 @@ class Talk:
                     f"{place(self.origin)}: the environment {type(environment).__name__} raised {type(error).__name__} "
                     f"when it was closed: {error}. Correct its method close."
                 ) from error
+
+
+def reward_key(name: str) -> Any:
+    """Where a record has the number that a reward function returned."""
+    return ("next", "rewards", name)
 
 
 @dataclass(slots=True, eq=False)
