@@ -49,7 +49,7 @@ BUDGETS = {
     "_processes": (1510, 1570),
     "_processes/network": (1370, 1330),
     "cli": (1800, 1550),
-    "collectors": (2385, 2110),
+    "collectors": (2395, 2120),
     "collectors/clusters": (395, 310),
     "collectors/delivery": (1870, 1850),
     "collectors/evaluation": (1280, 1110),

@@ -94,6 +94,7 @@ from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.options import Buffer, Device, Interrupts
 from rollwright.collectors.workers.transports import Backend
 from rollwright.envs.utils import ExplorationType
+from rollwright.modules.llm.engine import CacheMode, UpdateMode
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 """
     for name, base, options, about in (

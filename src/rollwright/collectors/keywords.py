@@ -11,6 +11,7 @@ from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.options import Buffer, Device, Interrupts
 from rollwright.collectors.workers.transports import Backend
 from rollwright.envs.utils import ExplorationType
+from rollwright.modules.llm.engine import CacheMode, UpdateMode
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 
 
@@ -138,6 +139,8 @@ class LLMKeywords(ProcessKeywords, total=False):
     weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None
     weight_sync_schemes: Mapping[str, WeightSyncScheme] | None
     weight_recv_schemes: Mapping[str, WeightSyncScheme] | None
+    weight_update_mode: UpdateMode
+    weight_update_cache: CacheMode
     track_policy_version: Any
     verbose: bool
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None

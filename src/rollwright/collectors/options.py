@@ -14,6 +14,7 @@ from rollwright.collectors.delivery_options import check_delivery
 from rollwright.data.specs.shapes import known_device, usable_device
 from rollwright.envs.recreation.policy import check_failure
 from rollwright.envs.utils import ExplorationType
+from rollwright.modules.llm.engine import CacheMode, UpdateMode
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 from rollwright.weight_update.schemes import as_schemes, check_schemes
 from rollwright.weight_update.updaters import check_updater
@@ -300,6 +301,8 @@ class ConversationOptions(CollectorOptions):
         groups_per_batch: deliver this many complete groups at a time: all conversations that begin with one prompt.
         only_last_steps: deliver the last frame of each trajectory alone.
         flatten_data: deliver ``[N]`` in place of ``[*env, T]``.
+        weight_update_mode: when an engine loads new weights; see :meth:`Engine.update_weights`.
+        weight_update_cache: what becomes of its cache.
         num_shards: collectors that share the groups of the data; ``worker_idx`` says which part is this one's.
     """
 
@@ -308,6 +311,8 @@ class ConversationOptions(CollectorOptions):
     groups_per_batch: Annotated[int | None, whole(1)] = None  # type: ignore[misc]
     only_last_steps: bool = False  # type: ignore[misc]
     flatten_data: bool = False  # type: ignore[misc]
+    weight_update_mode: UpdateMode = "in_flight"
+    weight_update_cache: CacheMode = "keep"
     num_shards: Annotated[int, whole(1)] = 1  # type: ignore[misc]
 
     @property

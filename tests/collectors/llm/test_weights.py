@@ -342,3 +342,84 @@ def test_weights_of_a_scheme_that_do_not_fit_change_nothing():
         batch = collector.next()
         assert versions(batch) == {0}
         assert not changed(batch)
+
+
+class Remembers(FakeEngine):
+    """Keeps how it was updated; a worker sends it as text."""
+
+    def update_weights(self, weights, version=None, **how):
+        self.how = str(how)
+        super().update_weights(weights, version)
+
+
+class RemembersPolicy(FakePolicy):
+    def __init__(self):
+        self.engine = Remembers()
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_update_mode": "between_turns"}, {"weight_update_cache": "rebuild"}])
+@pytest.mark.parametrize("where", ["here", "thread", "worker"])
+def test_how_weights_are_updated_reaches_the_engine(options, where):
+    given = {"dialog_turns_per_batch": 2, "policy_factory": RemembersPolicy, **options}
+    given |= {"num_collectors": 1} if where == "worker" else {}
+    given |= {"replay_buffer": ReplayBuffer(storage=LazyStackStorage(100_000))} if where == "thread" else {}
+    with LLMCollector(partial(FakeEnv, 2, epochs=None), **given) as collector:
+        if where == "thread":
+            collector.start()
+        collector.update_policy_weights_({"weight": torch.ones(1)})
+        if where == "thread":
+            assert wait_until(lambda: hasattr(collector.policy.engine, "how"))
+        else:
+            next(iter(collector))
+        found = collector.getattr_policy("engine.how")
+        expected = {name.removeprefix("weight_update_"): value for name, value in options.items()}
+        assert (found[0] if where == "worker" else found) == str(expected)
+
+
+def test_unknown_ways_to_update_weights_are_errors():
+    for name in ("weight_update_mode", "weight_update_cache"):
+        with pytest.raises(ValueError, match=f"{name}: expected .* got 'later'"):
+            LLMCollector(FakeEnv(2), FakePolicy(), dialog_turns_per_batch=2, **{name: "later"})
+
+
+def weights_of(version):
+    generator = torch.Generator().manual_seed(version)
+    state = llm_models.model(tie_word_embeddings=False).state_dict()
+    return {name: value + 0.05 * torch.randn(value.shape, generator=generator) for name, value in state.items()}
+
+
+def difference(row):
+    """The largest difference of a log-probability from that of a forward pass under the version of its token."""
+    model, stamps, worst = llm_models.model(tie_word_embeddings=False), row["tokens_policy_version"], 0.0
+    for version in set(stamps.tolist()):
+        model.load_state_dict(weights_of(version))
+        with torch.no_grad():
+            logits = model(row["tokens"][None]).logits[0, -len(stamps) - 1 : -1].log_softmax(-1)
+        found = logits.gather(-1, row["tokens_response"][:, None])[:, 0] - row["log_probs"]
+        worst = max(worst, float(found[stamps == version].abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("mode", ["in_flight", "between_turns", "wait", "resubmit"])
+def test_updates_while_a_thread_collects_lose_no_conversation(mode):
+    tokenizer, buffer = llm_models.tokenizer(), ReplayBuffer(storage=LazyStackStorage(1000))
+    data = [{"text": "one" * (index % 5 + 1)} for index in range(64)]
+    model = llm_models.model(tie_word_embeddings=False)
+    model.load_state_dict(weights_of(0))
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 24})
+    envs = LLMEnv.from_dataloader(data, tokenizer=tokenizer, batch_size=8, epochs=1)
+    options = {"dialog_turns_per_batch": 8, "track_policy_version": True, "async_envs": True, "replay_buffer": buffer}
+    how = {"weight_update_mode": mode, "weight_update_cache": "rebuild"}
+    with LLMCollector(envs, policy, **options, **how) as collector:
+        collector.start()
+        for version in range(1, 8):
+            assert collector.update_policy_weights_(weights_of(version)) == version
+            assert wait_until(lambda to=8 * version: buffer.write_count >= to)
+        assert wait_until(lambda: buffer.write_count == 64)
+        discarded = collector.stats()["tokens_discarded"]
+        assert discarded > 0 if mode == "resubmit" else discarded == 0
+    rows = list(buffer[:])
+    assert sorted(int(row["prompt_index"]) for row in rows) == list(range(64))
+    assert max(difference(row) for row in rows[::4]) < 1e-4
+    mixed = sum(len(set(row["tokens_policy_version"].tolist())) > 1 for row in rows)
+    assert mixed > 0 if mode == "in_flight" else mixed == 0

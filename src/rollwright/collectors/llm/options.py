@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, whole
 from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.collectors.options import Buffer, Interrupts
+from rollwright.modules.llm.engine import CacheMode, UpdateMode
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 from rollwright.weight_update.schemes import as_schemes, check_schemes
 from rollwright.weight_update.updaters import check_updater
@@ -59,6 +60,12 @@ class LLMOptions:
         weight_updater: an updater of one's own, or a function that makes it.
         weight_sync_schemes: how weights travel, by model.
         weight_recv_schemes: schemes to receive weights through, by model; see ``register_scheme_receiver()``.
+        weight_update_mode: when the engine loads new weights. ``"in_flight"``: between two tokens. ``"wait"``: no new
+            response begins, those in progress end, then it loads. ``"between_turns"``: the same, while the collector
+            goes on. ``"resubmit"``: at once, and responses in progress begin again; what they had is counted in
+            ``stats()["tokens_discarded"]``.
+        weight_update_cache: what new weights read of the tokens before, in flight: ``"keep"``: what the old ones wrote;
+            ``"rebuild"``: it is computed again.
         track_policy_version: count updates of the weights. Each record says by which version its tokens were sampled.
             A :class:`~rollwright.envs.llm.PolicyVersion` counts in integers or in UUIDs. If False,
             ``get_policy_version()`` returns None.
@@ -94,6 +101,8 @@ asks for turns of any. Drop one of the two.
     weight_updater: Annotated[WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None, Check(check_updater)] = None
     weight_sync_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(as_schemes)] = None
     weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(check_schemes)] = None
+    weight_update_mode: UpdateMode = "in_flight"
+    weight_update_cache: CacheMode = "keep"
     track_policy_version: Annotated[Any, Check(_tracker)] = False
     verbose: bool = False
     create_env_kwargs: Annotated[Mapping[str, Any] | None, PER_WORKER] = None

@@ -111,6 +111,12 @@ class ActingPolicy:
         self._target: nn.Module | None = None
         found = getattr(self.policy, "engine", None)
         self.engine: Engine | None = found if isinstance(found, Engine) else None
+        # An engine need not know of modes that nobody asks for.
+        self._update_how = {
+            name: value
+            for name in ("mode", "cache")
+            if (value := getattr(options, f"weight_update_{name}", None)) not in (None, "in_flight", "keep")
+        }
         self._owns_engine = options.policy_factory is not None
         self._tracker: Any = None
         stamped = 0 if self.engine is None else self.engine.version
@@ -143,7 +149,7 @@ class ActingPolicy:
         self.version = self._version
 
     def update_engine(self, weights: Any) -> None:
-        """Give the engine new weights, between two tokens; their version is counted next.
+        """Give the engine new weights, as the options say; their version is counted next.
 
         Raises:
             ValueError: there is no engine.
@@ -153,7 +159,8 @@ class ActingPolicy:
                 f"weights of an engine: the policy ({type(self.policy).__name__}) has none. Pass one with an engine."
             )
         number = self._version + 1
-        self.engine.update_weights(weights, self._tracker.at(number) if hasattr(self._tracker, "at") else number)
+        version = self._tracker.at(number) if hasattr(self._tracker, "at") else number
+        self.engine.update_weights(weights, version, **self._update_how)
 
     def engine_state(self) -> dict[str, Any]:
         """The weights of the engine's model, live.

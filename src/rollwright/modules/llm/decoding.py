@@ -110,6 +110,9 @@ class Decoding:
         generator: model, sampler and end tokens.
         rows: to begin; those with equal prompts share one pass over it.
         version: of the weights.
+
+    Attributes:
+        cache_is_stale: whether the cache is to be computed again, before the next token.
     """
 
     def __init__(self, generator: Generator, rows: list[Row], version: Version) -> None:
@@ -125,6 +128,7 @@ class Decoding:
         self._log_probs: npt.NDArray[np.float32]  # [room, n]
         self._versions: list[Version] = []
         self._time = 0
+        self.cache_is_stale = False
         # A tenth cheaper than no_grad() for small models. Nothing of it is trained on but what completions hold.
         with torch.inference_mode():
             logits = self._prefill()
@@ -140,6 +144,8 @@ class Decoding:
         Rows that end write their completions.
         """
         with torch.inference_mode():
+            if self.cache_is_stale:
+                self._rebuild()
             while not (ended := self._sample(self._next_logits(), version)) and not until():
                 pass
         if ended:
@@ -189,6 +195,11 @@ class Decoding:
         """Rows that have not ended."""
         return self._active
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far of rows that have not ended."""
+        return sum(self._time - row.start for row in self.rows if not row.ended)
+
     def drop_ended(self) -> None:
         """Give up the places of rows that have ended."""
         places = [place for place, row in enumerate(self.rows) if not row.ended]
@@ -216,6 +227,30 @@ class Decoding:
             prompts: dict[bytes, int] = {}
             places = [prompts.setdefault(array.tobytes(), len(prompts)) for array in arrays]
             arrays = [np.frombuffer(prompt, np.int64) for prompt in prompts]
+        logits = self._read(arrays)
+        self._generator.lm.check_cache(self._cache)
+        if len(arrays) < len(self.rows):
+            shared = torch.tensor(places, device=self._device)
+            for layer in self._cache.layers:
+                layer.keys, layer.values = layer.keys[shared], layer.values[shared]
+            logits, self._pads = logits[shared], self._pads[places]
+            self._mask = None if self._mask is None else self._mask[shared]
+        return logits
+
+    def _rebuild(self) -> None:
+        """Compute the cache again, of all tokens but those sampled last."""
+        self.drop_ended()
+        self._cache = self._generator.lm.new_cache()
+        self._read(
+            [
+                np.concatenate([row.request.prompt.numpy(), self._tokens[row.start : self._time - 1, place]])
+                for place, row in enumerate(self.rows)
+            ]
+        )
+        self.cache_is_stale = False
+
+    def _read(self, arrays: Sequence[npt.NDArray[np.int64]]) -> torch.Tensor:
+        """Run the model over sequences of tokens, with an empty cache; returns the logits after each."""
         lengths = [len(array) for array in arrays]
         width = max(lengths)
         self._pads = width - np.array(lengths)
@@ -228,21 +263,13 @@ class Decoding:
             for line, array in zip(ids, arrays, strict=True):
                 line[width - len(array) :] = array
             positions = np.maximum(positions - self._pads[:, None], 0)
-        logits = self._generator.lm.next_logits(
+        self._cached = width
+        return self._generator.lm.next_logits(
             self._place(ids),
             None if self._mask is None else self._mask[:, :width],
             self._place(positions).expand(len(arrays), -1),
             self._cache,
         )
-        self._generator.lm.check_cache(self._cache)
-        self._cached = width
-        if len(arrays) < len(self.rows):
-            shared = torch.tensor(places, device=self._device)
-            for layer in self._cache.layers:
-                layer.keys, layer.values = layer.keys[shared], layer.values[shared]
-            logits, self._pads = logits[shared], self._pads[places]
-            self._mask = None if self._mask is None else self._mask[shared]
-        return logits
 
     def _place(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         """The array as a tensor on the device of the model."""

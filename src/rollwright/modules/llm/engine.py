@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
@@ -16,6 +17,12 @@ _NO_COPY = (
     "{} holds a language model and responses in progress, and cannot be copied or pickled. Pass policy_factory, a "
     "function that builds it where it is needed, in place of policy."
 )
+UpdateMode = Literal["in_flight", "wait", "between_turns", "resubmit"]
+"""When new weights are loaded, and what becomes of responses in progress: see :meth:`Engine.update_weights`."""
+
+CacheMode = Literal["keep", "rebuild"]
+"""What becomes of the cache of responses in progress under new weights: it stays, or is computed again."""
+
 _REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -146,6 +153,7 @@ class Engine(ABC):
         vocab_size: token ids are less.
         never_copied: collectors use the object itself: they neither copy it, send it to a process, nor save its state.
         end_ids: tokens that end a response where its request says nothing else.
+        tokens_discarded: tokens of responses that began again under new weights.
     """
 
     never_copied = True
@@ -155,6 +163,7 @@ class Engine(ABC):
     max_length: int | None
     vocab_size: int
     end_ids: tuple[int, ...]
+    tokens_discarded: int = 0
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
@@ -203,18 +212,32 @@ class Engine(ABC):
         """Go on after :meth:`pause`."""
 
     @abstractmethod
-    def update_weights(self, weights: Any, version: Version | None = None) -> None:
-        """Take new weights, between two tokens: each token is sampled with one version.
+    def update_weights(
+        self, weights: Any, version: Version | None = None, *, mode: UpdateMode = "in_flight", cache: CacheMode = "keep"
+    ) -> None:
+        """Take new weights. Each token is sampled with one version, and no request is lost.
 
         Args:
             weights: a module, a TensorDict or a state dict of the model.
             version: theirs; None: the next one.
+            mode: ``"in_flight"``: load them now, between two tokens; responses in progress go on with them.
+                ``"wait"``: no new response begins, those in progress end, then load, then return.
+                ``"between_turns"``: the same, but return at once, with a copy of the weights.
+                ``"resubmit"``: load them now; responses in progress begin again, and the tokens that they had count as
+                :attr:`tokens_discarded`.
+            cache: of responses in progress, in flight: ``"keep"``: new weights read of the tokens before what old ones
+                wrote; ``"rebuild"``: it is computed again, so that each log-probability is that of a forward pass.
+
+        Newer weights replace those that have not been loaded yet.
+
+        Raises:
+            ValueError: ``mode`` or ``cache`` is unknown, or the weights do not fit; nothing was changed.
         """
 
     @property
     @abstractmethod
     def version(self) -> Version:
-        """Of the weights that sample the next token."""
+        """Of the weights that sample the next token. Set it: that of the weights which came last, loaded or not."""
 
     @version.setter
     @abstractmethod
@@ -232,3 +255,21 @@ class Engine(ABC):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(_NO_COPY.format(type(self).__name__))
+
+
+def check_update(mode: str, cache: str) -> None:
+    """Check how weights are to be updated.
+
+    Raises:
+        ValueError: ``mode`` or ``cache`` is unknown.
+    """
+    for name, value, known in (("mode", mode, UpdateMode), ("cache", cache, CacheMode)):
+        if value not in get_args(known):
+            raise ValueError(
+                f"{name} of update_weights: expected {' or '.join(map(repr, get_args(known)))}, got {value!r}."
+            )
+
+
+def next_version(version: Version) -> Version:
+    """The version after one: the next number, or another UUID."""
+    return version + 1 if isinstance(version, int) else str(uuid.uuid4())

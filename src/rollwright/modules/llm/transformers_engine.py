@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,35 @@ from rollwright.data.llm.codec import Codec
 from rollwright.data.llm.turns import FinishReason, Version
 from rollwright.modules.llm.causal_lm import CausalLM
 from rollwright.modules.llm.decoding import Decoding, Generator, Row, StopStrings, completion_of
-from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
+from rollwright.modules.llm.engine import (
+    CacheMode,
+    Completion,
+    Engine,
+    Request,
+    Sampling,
+    UpdateMode,
+    check_update,
+    next_version,
+)
 from rollwright.modules.llm.sampling import Sampler
 from rollwright.modules.modes import in_eval_mode
 from rollwright.weight_update.forms import flat_state, prepare
 
 _TOKEN_LIMIT_S = 600.0  # for one token of all rows, or one pass over prompts
 _PAUSE_LIMIT_S = 600.0
+
+
+@dataclass(slots=True, eq=False)
+class _Update:
+    """Weights that wait until no response is in progress.
+
+    Attributes:
+        load: copies them into the model; None: they are the model's own.
+        version: theirs.
+    """
+
+    load: Callable[[], None] | None
+    version: Version
 
 
 class TransformersEngine(Engine):
@@ -39,8 +61,7 @@ class TransformersEngine(Engine):
     Padding is on the left, with attention mask and position ids made from lengths: which token pads, or whether it
     ends responses too, does not matter. For which tokens are sampled, see :mod:`rollwright.modules.llm.sampling`.
 
-    Weights may be updated between two tokens of a response. What the new weights then read of the tokens before is what
-    the old ones wrote into the cache.
+    Weights may be updated between two tokens of a response, or between two responses: see :meth:`update_weights`.
 
     All methods may be called by any thread; a call waits until the token in progress is sampled. Its parameters are
     those of the module that was passed: nothing is copied. The model is in eval mode while tokens are sampled; when the
@@ -98,6 +119,7 @@ class TransformersEngine(Engine):
         self._ends: dict[Sampling, tuple[frozenset[int], StopStrings | None]] = {}  # what ends a response
         self._max_batch_size = max_batch_size
         self._version: Version = version
+        self._update: _Update | None = None
         self._waiting: deque[Row] = deque()
         self._batch: Decoding | None = None
         self._rows: dict[Hashable, Row] = {}
@@ -126,7 +148,10 @@ class TransformersEngine(Engine):
     @version.setter
     def version(self, version: Version) -> None:
         with self._between_tokens("set the version"):
-            self._version = version
+            if self._update is None:
+                self._version = version
+            else:
+                self._update.version = version
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Accept requests; they begin at the next token.
@@ -195,26 +220,66 @@ class TransformersEngine(Engine):
         """Go on after :meth:`pause`."""
         self._running.set()
 
-    def update_weights(self, weights: Any, version: Version | None = None) -> None:
-        """Copy weights into the model between two tokens, and count or set their version.
+    def update_weights(
+        self, weights: Any, version: Version | None = None, *, mode: UpdateMode = "in_flight", cache: CacheMode = "keep"
+    ) -> None:
+        """Copy weights into the model, and count or set their version; see :meth:`Engine.update_weights`.
 
         Args:
             weights: a module of the same structure, its ``state_dict``, or a (nested) TensorDict of its parameters; of
                 the model, or of a module that holds it as ``model``. The model itself: only the version changes.
             version: theirs; None: the next number, or another UUID.
+            mode: when they are loaded. ``"wait"`` samples what is left of the responses in progress.
+            cache: of responses in progress.
 
         Raises:
             TypeError: ``weights`` is none of these.
-            ValueError: names or shapes differ; the old weights stay.
+            ValueError: names or shapes differ, or ``mode`` or ``cache`` is unknown; the old weights stay.
+            TimeoutError: with ``"wait"``, the engine has been paused for ten minutes; the old weights stay.
         """
+        check_update(mode, cache)
         weights = _of_model(weights, self.model)
         copy = None if weights is self.model else prepare(self.model, weights, "the engine")
-        with self._between_tokens("update weights"), torch.no_grad():
-            if copy is not None:
-                copy()
+        with self._between_tokens("update weights"):
             if version is None:
-                version = self._version + 1 if isinstance(self._version, int) else str(uuid.uuid4())
-            self._version = version
+                version = next_version(self._version if self._update is None else self._update.version)
+            if self._batch is None or mode in ("in_flight", "resubmit"):
+                self._load(_Update(copy, version))
+                if self._batch is not None and mode == "resubmit":
+                    self._resubmit(self._batch)
+                elif self._batch is not None and cache == "rebuild":
+                    self._batch.cache_is_stale = True
+                return
+            if copy is not None and mode == "between_turns":
+                state = {key: value.clone() for key, value in flat_state(weights, "the engine").items()}
+                copy = prepare(self.model, state, "the engine")
+            self._update = update = _Update(copy, version)
+        if mode == "wait":
+            self._wait_for(update)
+
+    def _load(self, update: _Update) -> None:
+        if update.load is not None:
+            update.load()
+        self._version, self._update = update.version, None
+
+    def _resubmit(self, batch: Decoding) -> None:
+        """Let responses in progress begin again, before those that wait."""
+        self.tokens_discarded += batch.num_tokens
+        begun = [row for row in batch.rows if not row.ended]
+        for row in begun:
+            row.start = 0
+        self._waiting.extendleft(reversed(begun))
+        self._batch = None
+
+    def _wait_for(self, update: _Update) -> None:
+        try:
+            while self._update is update:
+                self._wait_and_step(None, lambda: self._update is None)
+        except BaseException:
+            with self._between_tokens("take weights back"):
+                if self._update is update:
+                    self._update = None
+            raise
 
     def close(self) -> None:
         """Cancel what is in progress and drop its cache; cancelled completions can still be fetched."""
@@ -289,17 +354,24 @@ class TransformersEngine(Engine):
                 if self._batch is not None:
                     halts = partial(self._halts, version, until)
                     self._guarded(self._batch.rows, self._batch.step, version, halts)
-                if self._waiting:
+                self._settle()
+                if self._waiting and self._update is None:
                     self._begin()
-                if self._batch is not None and not self._batch.num_active:
-                    self._batch = None
+                    self._settle()
                 if self._wanted or until():
                     return
 
+    def _settle(self) -> None:
+        """Where no response is in progress, drop the batch, and load weights that have waited for that."""
+        if self._batch is not None and not self._batch.num_active:
+            self._batch = None
+        if self._batch is None and self._update is not None:
+            self._load(self._update)
+
     def _halts(self, version: Version, until: Callable[[], bool]) -> bool:
         """Whether the next token is to be sampled by another call of a batch."""
-        changed = self._wanted or self._waiting or self._version is not version or not self._running.is_set()
-        return bool(changed) or until()
+        changed = self._wanted or self._version is not version or not self._running.is_set()
+        return bool(changed) or (self._update is None and bool(self._waiting)) or until()
 
     def _begin(self) -> None:
         room = self._max_batch_size - (0 if self._batch is None else self._batch.num_active)
@@ -337,8 +409,7 @@ class TransformersEngine(Engine):
                 empty = torch.zeros(0, dtype=torch.int64)
                 row.deliver(completion_of(row, empty, torch.zeros(0), empty, reason, error))
         self._waiting = deque(row for row in self._waiting if not row.ended)
-        if self._batch is not None and not self._batch.num_active:
-            self._batch = None
+        self._settle()
 
 
 def check_sampling(

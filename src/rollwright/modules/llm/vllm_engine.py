@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import time
-import uuid
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -13,7 +12,16 @@ import torch
 
 from rollwright.data.llm.turns import FinishReason, Version
 from rollwright.errors import MissingExtraError
-from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
+from rollwright.modules.llm.engine import (
+    CacheMode,
+    Completion,
+    Engine,
+    Request,
+    Sampling,
+    UpdateMode,
+    check_update,
+    next_version,
+)
 from rollwright.modules.llm.transformers_engine import check_requests
 from rollwright.weight_update.forms import flat_state
 
@@ -126,20 +134,23 @@ class VLLMEngine(Engine):
         """Go on after :meth:`pause`."""
         self._paused = False
 
-    def update_weights(self, weights: Any, version: Version | None = None) -> None:
-        """Load weights into vLLM's model, and count or set their version.
+    def update_weights(
+        self, weights: Any, version: Version | None = None, *, mode: UpdateMode = "in_flight", cache: CacheMode = "keep"
+    ) -> None:
+        """Load weights into vLLM's model, and count or set their version. Responses are never in progress then.
 
         Args:
             weights: a module, a ``state_dict`` or a TensorDict, by the names of transformers.
             version: theirs; None: the next one.
+            mode: all are the same here.
+            cache: of prefixes; it is always dropped.
         """
+        check_update(mode, cache)
         state = flat_state(weights, "vLLM")
         self._llm.apply_model(lambda model: model.load_weights(iter(state.items())))
         if hasattr(self._llm, "reset_prefix_cache"):
             self._llm.reset_prefix_cache()  # it was computed by the old weights
-        if version is None:
-            version = self._version + 1 if isinstance(self._version, int) else str(uuid.uuid4())
-        self._version = version
+        self._version = next_version(self._version) if version is None else version
 
     def close(self) -> None:
         """Cancel what waits. The ``LLM`` is its owner's."""

@@ -34,6 +34,7 @@ class Exchange:
         dialogs: the conversations in its slots.
 
     Attributes:
+        engine: of the policy.
         hooks: what transforms of the environment do with a complete turn.
     """
 
@@ -45,7 +46,7 @@ class Exchange:
         *,
         hooks: list[TurnHook],
     ) -> None:
-        self._conversations, self._engine, self._dialogs = conversations, engine, dialogs
+        self._conversations, self.engine, self._dialogs = conversations, engine, dialogs
         self.hooks = hooks
         self._asked: dict[int, Dialog] = {}  # by key of the request
         self._keys = itertools.count()
@@ -117,7 +118,7 @@ class Exchange:
             dialog.asked = True
             requests.append(dialog.request(key, self._engine))
         try:
-            self._engine.submit(requests)
+            self.engine.submit(requests)
         except ValueError as error:
             self._explain(requests, error)
 
@@ -125,7 +126,7 @@ class Exchange:
         """Raise the error of the first request that is refused alone, with the name of its conversation."""
         for request in requests:
             try:
-                self._engine.submit([request])
+                self.engine.submit([request])
             except ValueError as found:
                 raise ValueError(f"{self._asked.pop(cast(int, request.key)).name}: {found}") from found
         raise error
@@ -133,7 +134,7 @@ class Exchange:
     def _answers(self, timeout: float) -> dict[int, Answer]:
         """Answers that have come, by slot; waits until there is one."""
         found = {}
-        for completion in self._engine.results(timeout):
+        for completion in self.engine.results(timeout):
             dialog = self._asked.pop(cast(int, completion.key), None)
             if dialog is not None:  # else it was dropped meanwhile
                 found[dialog.slot] = self._answer(dialog, completion)
@@ -142,14 +143,14 @@ class Exchange:
     def _answer(self, dialog: Dialog, found: Completion) -> Answer:
         if found.finish_reason is FinishReason.ERROR:
             raise PolicyError(f"policy: the engine failed in {dialog.name}: {found.error}") from found.error
-        return dialog.answer(found, self._engine)
+        return dialog.answer(found, self.engine)
 
     def cancel(self, dialogs: Iterable[Dialog | None]) -> None:
         """Have the engine forget what conversations were asked for."""
         gone = {id(dialog) for dialog in dialogs if dialog is not None}
         keys = [key for key, dialog in self._asked.items() if id(dialog) in gone]
         if keys:
-            self._engine.cancel(keys)
+            self.engine.cancel(keys)
             for key in keys:
                 del self._asked[key]
 
@@ -164,7 +165,7 @@ class Exchange:
             dialog = self._dialogs.slots[slot]
             assert dialog is not None
             try:
-                ended = dialog.follow(outcome, self._engine.max_length, partial(self._conversations.cut, slot))
+                ended = dialog.follow(outcome, self.engine.max_length, partial(self._conversations.cut, slot))
             except ValueError as error:  # of messages that cannot be written as tokens
                 raise EnvError(f"{dialog.name}: {error}") from error
             if ended is not None:

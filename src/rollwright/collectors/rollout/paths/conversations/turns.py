@@ -196,7 +196,8 @@ class TurnPath(Path):
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""
-        return {**self.cursor.stats(), "turns_ahead": self._dialogs.num_ahead()}
+        discarded = self._exchange.engine.tokens_discarded
+        return {**self.cursor.stats(), "turns_ahead": self._dialogs.num_ahead(), "tokens_discarded": discarded}
 
     def close(self) -> None:
         """See :meth:`Path.close`."""
