@@ -116,7 +116,7 @@ class Exchange:
             key = next(self._keys)
             self._asked[key] = dialog
             dialog.asked = True
-            requests.append(dialog.request(key, self._engine))
+            requests.append(dialog.request(key, self.engine))
         try:
             self.engine.submit(requests)
         except ValueError as error:
