@@ -86,6 +86,7 @@ def collectors() -> str:
     of_llm = [(name, _or_list(kind) if many else kind) for name, kind, many in dialogues]
     where = [("create_env_fn", "Any"), *fields_without_marks("BackendOptions"), backend, ("sync", "bool | None")]
     text = """from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any, Literal, TypedDict
 
 from tensordict import TensorDictBase

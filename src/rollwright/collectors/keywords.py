@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any, Literal, TypedDict
 
 from tensordict import TensorDictBase
@@ -142,6 +143,8 @@ class LLMKeywords(ProcessKeywords, total=False):
     weight_update_mode: UpdateMode
     weight_update_cache: CacheMode
     track_policy_version: Any
+    trace: str | PathLike[str] | None
+    replay: str | PathLike[str] | None
     verbose: bool
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
     trust_policy: bool | None

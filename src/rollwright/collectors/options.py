@@ -211,6 +211,7 @@ class CollectorOptions:
     only_last_steps: ClassVar[bool] = False
     flatten_data: ClassVar[bool] = False
     num_shards: ClassVar[int] = 1
+    trace: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         if self.total_frames is None:
@@ -304,6 +305,7 @@ class ConversationOptions(CollectorOptions):
         weight_update_mode: when an engine loads new weights; see :meth:`Engine.update_weights`.
         weight_update_cache: what becomes of its cache.
         num_shards: collectors that share the groups of the data; ``worker_idx`` says which part is this one's.
+        trace: folder that conversations are written into.
     """
 
     frames_per_batch: Annotated[int | None, whole(1, floats=True), PER_WORKER] = None  # type: ignore[assignment]
@@ -314,6 +316,7 @@ class ConversationOptions(CollectorOptions):
     weight_update_mode: UpdateMode = "in_flight"
     weight_update_cache: CacheMode = "keep"
     num_shards: Annotated[int, whole(1)] = 1  # type: ignore[misc]
+    trace: str | None = None  # type: ignore[misc]
 
     @property
     def stores_rows(self) -> bool:

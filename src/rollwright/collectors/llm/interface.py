@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.data.llm.turns import Version
+from rollwright.modules.llm.replay import replaying
 
 if TYPE_CHECKING:
     from rollwright.collectors.base import BaseCollector
@@ -85,17 +86,21 @@ def environment_of(
 
     Raises:
         TypeError: there is no environment, or it was given twice; there is neither a policy nor what makes one.
+        ValueError: there is no trace to replay.
     """
     other = options.pop("create_env_fn", None)
     if env is not None and other is not None:
         raise TypeError("env and create_env_fn are two names of the environment. Drop one of the two.")
     if env is None and other is None:
         raise TypeError("env: expected an environment, or a function that makes one, got None.")
+    if policy is not None and options.get("policy_factory") is not None:
+        raise TypeError("policy and policy_factory were both given. Drop one of the two.")
+    if (folder := options.get("replay")) is not None:
+        options["policy_factory"] = replaying(folder, policy, options.get("policy_factory"))
+        policy = None
     if policy is None and options.get("policy_factory") is None:
         raise TypeError(
             "policy: expected a policy, or policy_factory=, which makes one: there are no random answers. Pass for "
             "example a TransformersWrapper."
         )
-    if policy is not None and options.get("policy_factory") is not None:
-        raise TypeError("policy and policy_factory were both given. Drop one of the two.")
     return (other if env is None else env), policy, options

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from os import PathLike
+from pathlib import Path
 from typing import Annotated, Any
 
 from tensordict import TensorDictBase
@@ -69,6 +71,11 @@ class LLMOptions:
         track_policy_version: count updates of the weights. Each record says by which version its tokens were sampled.
             A :class:`~rollwright.envs.llm.PolicyVersion` counts in integers or in UUIDs. If False,
             ``get_policy_version()`` returns None.
+        trace: folder that conversations are written into as they happen, turn by turn: also those that fail, or are
+            dropped. What was written survives a kill; see :class:`~rollwright.data.llm.Trace`. A run that goes on from
+            a saved state goes on in its folder.
+        replay: folder of such a trace: answers are those of the recorded run, with its log-probabilities and versions,
+            and the model is not run. The policy may be left out where the environment has a tokenizer.
         verbose: log a line for each batch.
         create_env_kwargs: keyword arguments for the environment's constructor.
         trust_policy: call the policy as it is, without wrapping. None: True for TensorDict modules only.
@@ -104,6 +111,8 @@ asks for turns of any. Drop one of the two.
     weight_update_mode: UpdateMode = "in_flight"
     weight_update_cache: CacheMode = "keep"
     track_policy_version: Annotated[Any, Check(_tracker)] = False
+    trace: str | PathLike[str] | None = None
+    replay: str | PathLike[str] | None = None
     verbose: bool = False
     create_env_kwargs: Annotated[Mapping[str, Any] | None, PER_WORKER] = None
     trust_policy: bool | None = None
@@ -174,11 +183,12 @@ asks for turns of any. Drop one of the two.
     def translated(self) -> dict[str, Any]:
         """These options as those of :class:`~rollwright.collectors.options.ConversationOptions`."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("verbose", "yield_completed_trajectories"):
+        for name in ("verbose", "replay", "yield_completed_trajectories"):
             del found[name]
         found["frames_per_batch"] = found.pop("dialog_turns_per_batch")
         found["total_frames"] = -1 if self.total_dialog_turns is None else self.total_dialog_turns
         del found["total_dialog_turns"]
+        found["trace"] = None if self.trace is None else str(Path(self.trace).absolute())
         found["only_last_steps"] = bool(found.pop("yield_only_last_steps"))
         found["track_policy_version"] = self.track_policy_version is not False
         given = found.pop("queue")

@@ -6,6 +6,7 @@ from rollwright.data.llm.history import ChatHistory, History
 from rollwright.data.llm.ragged import as_list, as_nested, flat_records, packed, padded
 from rollwright.data.llm.records import RecordLayout, empty_record, record, records, stack_records
 from rollwright.data.llm.sequence import group_advantages, training_sequences
+from rollwright.data.llm.trace import Trace, TracedConversation, TraceWriter
 from rollwright.data.llm.turns import FinishReason, Message, Origin, Turn, turn_seed
 
 __all__ = [
@@ -17,6 +18,9 @@ __all__ = [
     "Origin",
     "RecordLayout",
     "TokenChain",
+    "Trace",
+    "TraceWriter",
+    "TracedConversation",
     "Turn",
     "as_list",
     "as_nested",

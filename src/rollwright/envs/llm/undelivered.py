@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from rollwright.data.llm.trace import TraceWriter
 from rollwright.data.llm.turns import Origin
 from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Conversations, Opening, PromptSource
@@ -26,6 +27,7 @@ class Undelivered:
     Attributes:
         again: conversations to begin again.
         num_dropped: conversations that were dropped on purpose, and count as delivered.
+        trace: where turns are written, and what becomes of conversations; None: nowhere.
 
     Example:
         >>> from rollwright.envs.llm.conversations import DatasetConversations
@@ -45,6 +47,7 @@ class Undelivered:
         self._conversations = conversations
         self.again: deque[Opening] = deque()
         self.num_dropped = 0
+        self.trace: TraceWriter | None = None
         self._ended: dict[Any, Opening] = {}  # by trajectory id
         self._last: list[Any] = []  # of them, those that ended in the last batch
 
@@ -87,6 +90,8 @@ class Undelivered:
         for opening in openings:
             self.source.delivered(opening.draw.origin)
             self.num_dropped += 1
+            if self.trace is not None:
+                self.trace.end(opening.draw.origin, "dropped")
 
     def begin_again(self, openings: Iterable[Opening]) -> None:
         """Nobody will get these conversations; each begins again once.

@@ -49,6 +49,7 @@ from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy
 from rollwright.modules.functions import FunctionPolicy
 from rollwright.modules.llm.engine import Engine
+from rollwright.modules.llm.replay import ReplayEngine
 from rollwright.modules.signature import Call
 from rollwright.policies import ArrayPolicy, array_policy
 from rollwright.policies.base import TensorPolicy
@@ -142,6 +143,13 @@ def dialogue_parts(env: EnvBase, policy: Any, options: CollectorOptions) -> tupl
     fits = fits and not getattr(policy, "pad_output", False) and getattr(policy, "num_samples", None) is None
     if fits and found is not None and isinstance(engine, Engine):
         return found[0], engine
+    if options.trace is not None or isinstance(engine, ReplayEngine):
+        name = "trace" if options.trace is not None else "replay"
+        raise ValueError(
+            f"{name}: expected conversations (LLMEnv, ChatEnv), with no transforms but StepCounter(), RewardSum() and "
+            "PolicyVersion(), and a policy with an engine (TransformersWrapper) that neither pads nor draws several "
+            f"samples, got {env} and {type(policy).__name__}. Leave {name} out."
+        )
     if options.async_envs and not goes_by_itself(env, options):
         raise ValueError(
             "async_envs=True: expected conversations (LLMEnv, ChatEnv), with no transforms but StepCounter(), "
@@ -169,6 +177,8 @@ def turn_path(parts: PathParts) -> Path | None:
     if found is None:
         return None
     conversations, engine = found
+    if isinstance(engine, ReplayEngine) and engine.tokenizer is None:
+        engine.tokenizer = getattr(parts.env, "tokenizer", None)
     _check_tokenizers(getattr(parts.env, "tokenizer", None), engine.tokenizer, conversations.template)
     path = TurnPath(
         parts,

@@ -44,6 +44,7 @@ class Dialog:
         id: of its trajectory.
         messages: so far, of that sequence.
         branches: its sequences, where its environment chooses among them.
+        seed: of the last request; None: none was made since it was loaded.
         next: how its environment asks for the next answer; None: it leaves that to the engine.
         number: of the next turn.
         total: sum of its rewards.
@@ -68,6 +69,7 @@ class Dialog:
     memory: dict[str, Any] = field(default_factory=dict)
     branches: Branches = field(default_factory=Branches)
     next: NextTurn | None = None
+    seed: int | None = None
 
     @classmethod
     def begun(cls, slot: int, opening: Opening, chain: TokenChain) -> Dialog:
@@ -103,9 +105,9 @@ class Dialog:
     def request(self, key: int, engine: Engine) -> Request:
         """What the engine is asked for the next answer."""
         origin, asks = self.opening.draw.origin, self.next
-        seed = turn_seed(origin, self.number if asks is None or asks.seed is None else -1 - asks.seed)
+        self.seed = turn_seed(origin, self.number if asks is None or asks.seed is None else -1 - asks.seed)
         sampling = replace(engine.sampling, **asks.sampling) if asks is not None and asks.sampling else None
-        return Request(key, self.chain.tokens, seed, sampling=sampling)
+        return Request(key, self.chain.tokens, self.seed, sampling=sampling)
 
     def answer(self, found: Completion, engine: Engine) -> Answer:
         """Take what the model wrote."""

@@ -153,6 +153,8 @@ class Dialogs:
 
     def keep(self, dialog: Dialog, ended: EndedTurn) -> None:
         """A turn is complete."""
+        if (trace := self._undelivered.trace) is not None:
+            trace.turn(ended.turn, ended.id, seed=dialog.seed, total=dialog.total)
         row = self.row_of(dialog)
         if self._holds:
             dialog.held.append(ended)

@@ -17,6 +17,7 @@ from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.records import RecordLayout
+from rollwright.data.llm.trace import TraceWriter
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import TurnHook
 from rollwright.errors import EnvError, NotNative
@@ -71,6 +72,10 @@ class TurnPath(Path):
         assert parts.cursor is not None
         self.cursor = parts.cursor
         self._dialogs = Dialogs(conversations, chain, streams=streams, whole=whole, cursor=self.cursor)
+        if parts.options.trace is not None:
+            facts = {name: getattr(engine, name) for name in ("max_length", "vocab_size", "end_ids")}
+            facts |= {"log_prob_mode": engine.sampling.log_prob_mode}
+            self.cursor.undelivered.trace = TraceWriter(parts.options.trace, facts, str(parts.options.worker_idx or 0))
         self._exchange = Exchange(conversations, engine, self._dialogs, hooks=hooks())
         flat = parts.options.flatten_data and not whole  # else the delivery needs the rows
         self._records = RecordMaker(layout, parts.env.batch_size, flat=flat, streams=streams)
@@ -202,3 +207,5 @@ class TurnPath(Path):
     def close(self) -> None:
         """See :meth:`Path.close`."""
         self._exchange.cancel(self._dialogs)
+        if (trace := self.cursor.undelivered.trace) is not None:
+            trace.close()
