@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from pathlib import Path
 
 import rollwright
+
+sys.path.insert(0, str(Path(__file__).parent))
+import notebooks
 
 project = "rollwright"
 author = "The rollwright developers"
@@ -51,6 +56,20 @@ def list_pages_alone(app, page, template, context, doctree):  # type: ignore[no-
         context["toctree"] = lambda **options: toctree(**{**options, "maxdepth": 1, "collapse": True})
 
 
+def link_notebook(app, page, template, context, doctree):  # type: ignore[no-untyped-def]
+    """Offer the notebook of a page below its title."""
+    if page in notebooks.PAGES:
+        link = f'<p><a href="notebooks/{page}.ipynb" download>Download this page as a notebook</a></p>'
+        context["body"] = context["body"].replace("</h1>", f"</h1>\n{link}", 1)
+
+
+def write_notebooks(app, error):  # type: ignore[no-untyped-def]
+    if error is None and app.builder.format == "html":
+        notebooks.write(Path(app.srcdir), Path(app.outdir) / "notebooks")
+
+
 def setup(app):  # type: ignore[no-untyped-def]
     app.connect("html-page-context", list_pages_alone, priority=400)  # before the theme's own
     app.connect("autodoc-skip-member", skip_foreign)
+    app.connect("html-page-context", link_notebook)
+    app.connect("build-finished", write_notebooks)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import shlex
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
+
+from rollwright.cli.parser import build_parser
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -86,3 +91,36 @@ def test_the_reference_has_every_public_class_and_function_once():
 def test_the_front_pages_say_the_same():
     sentence = (ROOT / "README.md").read_text().split("\n\n")[1]
     assert sentence in (ROOT / "docs" / "index.md").read_text()
+
+
+def commands():
+    """Every command of ours that README and docs show."""
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for block in re.findall(r"^```\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE):
+            for line in block.splitlines():
+                if line.startswith("rollwright ") and not re.search(r"\b[A-Z]{4,}\b|\.\.\.", line.split("#")[0]):
+                    yield pytest.param(shlex.split(line, comments=True)[1:], id=f"{path.stem}: {line[:60]}")
+
+
+@pytest.mark.parametrize("words", list(commands()))
+def test_commands_have_the_options_that_are_shown(words):
+    arguments = build_parser().parse_args(words)
+    assert arguments.command == words[0]
+
+
+def test_notebooks_have_the_programs_of_their_pages(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    notebooks = import_module("notebooks")
+    for path in notebooks.write(ROOT / "docs", tmp_path):
+        cells = json.loads(path.read_text())["cells"]
+        programs = ["".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code"]
+        assert programs == BLOCK.findall((ROOT / "docs" / f"{path.stem}.md").read_text())
+    del sys.modules["notebooks"]
+
+
+@pytest.mark.parametrize(
+    "word", ["tutorial", "video", "wandb", "slow", "checkpoint", "resume", "prioritized", "Atari", "GPU", "hang", "FAQ"]
+)
+def test_what_people_search_for_is_in_the_docs(word):
+    pages = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    assert any(re.search(rf"\b{word}", page, re.IGNORECASE) for page in pages)
