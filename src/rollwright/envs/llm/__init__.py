@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from rollwright._missing import missing_name
+from rollwright.envs.llm.agents import AgentEnv, Command
 from rollwright.envs.llm.chat import ChatEnv, DatasetChatEnv
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Conversations, NextTurn, Opening, Outcome, PromptDraw, PromptSource
@@ -29,9 +30,11 @@ from rollwright.envs.llm.transforms import AddThinkingPrompt, KLRewardTransform,
 
 __all__ = [
     "AddThinkingPrompt",
+    "AgentEnv",
     "Answer",
     "ChatEnv",
     "ConversationEnv",
+    "Command",
     "Conversations",
     "DatasetChatEnv",
     "DatasetConversations",

@@ -346,7 +346,8 @@ class DatasetConversations(Conversations):
         if end.error is not None:
             slow = isinstance(end.error, TimeoutError) and "took longer than" in str(end.error)
             what = str(end.error) if slow else f"raised {type(end.error).__name__}: {end.error}"
-            remedy = "Make it faster, or give it more time (reply_timeout_s=)" if slow else "Correct its method reply"
+            wrong = "Correct it" if self.dialogue.opens else "Correct its method reply"
+            remedy = "Make it faster, or give it more time (reply_timeout_s=)" if slow else wrong
             raise EnvError(f"{where} {what}. {remedy}.") from end.error
         try:
             reply = as_reply(end.value)
@@ -601,5 +602,6 @@ class DatasetConversations(Conversations):
         errors = self._clear()
         for lane in (*self._lanes, self._for_rewards, self._for_replies, self._for_tools):
             lane.close()
+        self.dialogue.close()
         if errors:
             raise errors[0]

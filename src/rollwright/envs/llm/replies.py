@@ -88,6 +88,12 @@ class Dialogue:
         if self.history not in ("keep", "rewrite"):
             raise ValueError(f"history: expected 'keep' or 'rewrite', got {self.history!r}.")
 
+    def close(self) -> None:
+        """End what the environments share, where an object with ``close()`` makes them. May be called again."""
+        close = None if isinstance(self.environment, type) else getattr(self.environment, "close", None)
+        if callable(close):
+            close()
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:

@@ -88,17 +88,7 @@ class Toolset:
         Raises:
             ValueError: the parser raised, or returned something else; the message says what, as a phrase.
         """
-        where = f"the parser {type(self.parser).__name__}"
-        thoughts, rest = ("", text) if self.reasoning is None else _apart(text, prompt, *self.reasoning)
-        try:
-            parsed: Any = self.parser.parse(rest)
-        except Exception as error:
-            raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
-        if not isinstance(parsed, ParsedAnswer) or not all(map(_is_call, parsed.calls)):
-            raise ValueError(f"{where} returned {repr(parsed)[:200]}, expected a ParsedAnswer with ToolCall objects")
-        if thoughts:
-            return ParsedAnswer(thoughts + parsed.content if parsed.calls else text, parsed.calls)
-        return parsed
+        return parse_answer(text, prompt, self.parser, self.reasoning)
 
     def content(self, result: Any) -> str:
         """The content of the message with a result: strings as they are, other values as JSON where they can be.
@@ -133,6 +123,21 @@ class Toolset:
         if missing or unknown:
             return f"{call.name} has the arguments {list(known)}; missing: {missing}, unknown: {unknown}"
         return None
+
+
+def parse_answer(text: str, prompt: str, parser: ToolParser, reasoning: tuple[str, str] | None) -> ParsedAnswer:
+    """See :meth:`Toolset.parse`."""
+    where = f"the parser {type(parser).__name__}"
+    thoughts, rest = ("", text) if reasoning is None else _apart(text, prompt, *reasoning)
+    try:
+        parsed: Any = parser.parse(rest)
+    except Exception as error:
+        raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
+    if not isinstance(parsed, ParsedAnswer) or not all(map(_is_call, parsed.calls)):
+        raise ValueError(f"{where} returned {repr(parsed)[:200]}, expected a ParsedAnswer with ToolCall objects")
+    if thoughts:
+        return ParsedAnswer(thoughts + parsed.content if parsed.calls else text, parsed.calls)
+    return parsed
 
 
 def _as_tool(tool: Any) -> Tool:
