@@ -184,6 +184,12 @@ class ConversationEnv(Pooled, EnvBase):
     # Resets -----------------------------------------------------------------------------------------
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        if self.conversations.dialogue.opens:
+            raise EnvError(
+                f"{type(self).__name__}: its conversations begin with what a program asks, and its sampling. Use "
+                "LLMCollector with a policy that has an engine (TransformersWrapper), without transforms but "
+                "StepCounter(), RewardSum() and PolicyVersion()."
+            )
         marks = None if tensordict is None else tensordict.get("_reset", None)
         slots, given = self._slots, self._given(tensordict)
         for slot in range(self.conversations.num_slots):

@@ -233,10 +233,11 @@ class ThreadLane(Lane):
             self._loop = None
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = loop = asyncio.new_event_loop()
-            threading.Thread(target=_run_loop, args=(loop,), daemon=True, name="rollwright-async-jobs").start()
-        return self._loop
+        with self._lock:  # jobs may be begun by several threads
+            if self._loop is None:
+                self._loop = loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_loop, args=(loop,), daemon=True, name="rollwright-async-jobs").start()
+            return self._loop
 
     @staticmethod
     async def _await(job: Job, ended: queue.SimpleQueue[tuple[Job, Finished]]) -> None:

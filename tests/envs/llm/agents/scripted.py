@@ -36,10 +36,10 @@ class ScriptedEngine(FakeEngine):
             self.wrote.append(self._open[request.key][1])
 
 
-def collector(agent, *, rows=4, slots=4, script=None, env=None, engine=None, **options):
+def collector(agent, *, rows=4, slots=4, script=None, env=None, engine=None, of=None, **options):
     """A collector of an agent, and its engine."""
     questions = [{"question": f"What is {number} + 1?", "number": number} for number in range(rows)]
-    made = AgentEnv.from_dataloader(questions, agent, batch_size=slots, **{"epochs": 1, **(env or {})})
+    made = of or AgentEnv.from_dataloader(questions, agent, batch_size=slots, **{"epochs": 1, **(env or {})})
     policy = FakePolicy()
     policy.engine = engine or ScriptedEngine(script)
     policy.tokenizer = policy.engine.tokenizer

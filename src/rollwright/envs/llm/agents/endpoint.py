@@ -193,8 +193,8 @@ class Endpoint:
         except TimeoutError:
             raise
         except Exception as error:  # of this package: the program reads what it was
-            refusal = Refusal(500, f"{type(error).__name__}: {error}")
-            kind, answer, status = "application/json", json.dumps(refusal.body).encode(), refusal.status
+            body = json.dumps(Refusal(500, f"{type(error).__name__}: {error}").body).encode()
+            kind, answer, status = "application/json", body, 500
         head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(answer)}\r\n"
         writer.write(f"{head}Connection: {'keep-alive' if stays else 'close'}\r\n\r\n".encode() + answer)
         await writer.drain()

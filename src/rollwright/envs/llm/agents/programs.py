@@ -216,22 +216,24 @@ class Keeper:
 
     def keep(self, group: int) -> None:
         """Kill it when this process is gone."""
-        self._write(group)
+        with self._lock:
+            if self._process is None:
+                command = [sys.executable, "-I", "-S", "-c", _KEEP]
+                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+            self._write(self._process, group)
 
     def forget(self, group: int) -> None:
         """It has ended."""
-        self._write(-group)
-
-    def _write(self, number: int) -> None:
         with self._lock:
-            if self._process is None:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _KEEP], stdin=subprocess.PIPE, text=True, start_new_session=True
-                )
-            assert self._process.stdin is not None
-            with contextlib.suppress(OSError):  # somebody killed it
-                self._process.stdin.write(f"{number}\n")
-                self._process.stdin.flush()
+            if self._process is not None:
+                self._write(self._process, -group)
+
+    @staticmethod
+    def _write(process: subprocess.Popen[str], number: int) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # somebody killed it
+            process.stdin.write(f"{number}\n")
+            process.stdin.flush()
 
     def close(self) -> None:
         """End it, and what it was told of. May be called again."""

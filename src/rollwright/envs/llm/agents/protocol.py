@@ -26,8 +26,10 @@ _WITHOUT_EFFECT = (
     "store",
     "user",
 )
-_SUPPORTED = ("chat_template_kwargs", "logprobs", "max_completion_tokens", "max_tokens", "messages", "n", *_SAMPLING)
-_SUPPORTED += ("response_format", "seed", "stop", "stream", "stream_options", "tool_choice", "tools", "top_logprobs")
+_SUPPORTED = (
+    *("chat_template_kwargs", "logprobs", "max_completion_tokens", "max_tokens", "messages", "n", "response_format"),
+    *("seed", "stop", "stream", "stream_options", "tool_choice", "tools", "top_logprobs", *_SAMPLING),
+)
 _VALUES = {  # of parameters of which one value is understood
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),

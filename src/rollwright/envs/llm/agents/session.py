@@ -17,6 +17,7 @@ from rollwright.envs.llm.jobs import Finished, Job, ThreadLane
 from rollwright.envs.llm.replies import Reply
 from rollwright.envs.llm.tools.core import ParsedAnswer, ToolParser
 from rollwright.envs.llm.tools.toolset import parse_answer
+from rollwright.errors import EnvError
 
 _MANY = 1 << 20  # threads: as many as there are conversations
 _NEXT_CHOICE = 1_000_003  # between the seeds of several answers to one request
@@ -257,6 +258,14 @@ class AgentSession:
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
             raise AgentError(f"returned {repr(value)[:80]}, expected its reward, a finite number, or None")
         return reward + float(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`Environment`.
+
+        Raises:
+            EnvError: always.
+        """
+        raise EnvError("a program cannot be saved midway: it runs again")
 
     def close(self) -> None:
         """The conversation is over: end the program, and refuse its requests."""
