@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from tests import llm_models
+from tests.collectors.llm.fakes import FakePolicy
 from tests.envs.llm.agents.client import Client, edits, side_by_side, talks
 from tests.envs.llm.agents.scripted import ScriptedEngine, collector, records
 
@@ -271,9 +272,10 @@ class Workers:
 
     @staticmethod
     def policy():
-        return TransformersWrapper(
-            llm_models.model(), tokenizer=llm_models.tokenizer(), generate_kwargs={"max_new_tokens": 4}
-        )
+        policy = FakePolicy()
+        policy.engine = ScriptedEngine()
+        policy.tokenizer = policy.engine.tokenizer
+        return policy
 
     @staticmethod
     def env(agent):
