@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from rollwright.errors import require
-
-_PURPOSE = "generation by a model of transformers"
+from rollwright.modules.llm.caches import CacheKind
 
 
 class CausalLM:
@@ -66,14 +65,19 @@ class CausalLM:
         base = lm.get_base_model() if hasattr(lm, "get_base_model") else lm  # of an adapter
         accepted = inspect.signature(base.forward).parameters
         self._takes_positions = "position_ids" in accepted
-        self._cache_is_known = False
+        self._base, self._text_config = base, text
         self._next_only: dict[str, Any] = {"use_cache": True}
         if "logits_to_keep" in accepted:
             self._next_only["logits_to_keep"] = 1
 
-    def new_cache(self) -> Any:
-        """An empty cache; one that keeps all keys and values, also for layers with a sliding window."""
-        return require("transformers", name="DynamicCache", extra="llm", purpose=_PURPOSE)()
+    @cached_property
+    def caches(self) -> CacheKind:
+        """What it caches while it generates.
+
+        Raises:
+            TypeError: it takes no cache, or one whose rows cannot be moved.
+        """
+        return CacheKind(self._base, self._text_config)
 
     def next_logits(
         self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: Any
@@ -86,30 +90,14 @@ class CausalLM:
             positions: int64 ``[n, length]``.
             cache: of what came before.
         """
+        self._next_only[self.caches.argument] = cache
+        if mask is not None and not self.caches.attends and mask.shape[1] > ids.shape[1]:
+            mask = None  # of tokens in the cache, which nothing attends to
         if self._takes_positions:
-            found = self.model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, **self._next_only
-            )
+            found = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, **self._next_only)
         else:
-            found = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, **self._next_only)
+            found = self.model(input_ids=ids, attention_mask=mask, **self._next_only)
         return self._logits(found).select(1, -1)
-
-    def check_cache(self, cache: Any) -> None:
-        """Check that rows can be moved between caches such as this one; once for each model.
-
-        Raises:
-            TypeError: it holds something else than keys and values of attention layers.
-        """
-        if self._cache_is_known:
-            return
-        kind = require("transformers.cache_utils", name="DynamicLayer", extra="llm", purpose=_PURPOSE)
-        others = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not kind})
-        if others or not cache.layers:
-            raise TypeError(
-                f"model: {type(self.model).__name__} caches {', '.join(others) or 'nothing'}; expected keys and values "
-                "of attention layers (DynamicLayer of transformers). Use a model with attention layers only."
-            )
-        self._cache_is_known = True
 
     def logits(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         """Logits after each token, ``[n, length, vocab]``, with gradients where they are enabled."""

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn import functional
 
 from rollwright.data.llm.codec import Codec
 from rollwright.data.llm.turns import FinishReason, Version
+from rollwright.modules.llm.caches import join_rows, select_rows
 from rollwright.modules.llm.causal_lm import CausalLM
 from rollwright.modules.llm.engine import Completion, Request, Sampling
 from rollwright.modules.llm.sampling import Sampler, Seen, uniforms
@@ -118,7 +118,7 @@ class Decoding:
     def __init__(self, generator: Generator, rows: list[Row], version: Version) -> None:
         self._generator, self.rows = generator, rows
         self._device = generator.lm.device
-        self._cache = generator.lm.new_cache()
+        self._cache = generator.lm.caches.new()
         self._cached: int  # tokens in the cache, padding included
         self._pads: npt.NDArray[np.int64]  # [n]: columns of padding
         self._mask: torch.Tensor | None  # int64 [n, more than cached]; None: there is no padding
@@ -166,9 +166,7 @@ class Decoding:
         self.drop_ended()
         other.drop_ended()
         width = max(self._cached, other._cached)
-        for own, others in zip(self._cache.layers, other._cache.layers, strict=True):
-            own.keys = torch.cat([_wider(own.keys, width), _wider(others.keys, width)])
-            own.values = torch.cat([_wider(own.values, width), _wider(others.values, width)])
+        join_rows(self._cache, other._cache, width)
         self._pads = np.concatenate([self._pads + (width - self._cached), other._pads + (width - other._cached)])
         self._cached = width
         self._position = torch.cat([self._position, other._position])
@@ -209,8 +207,7 @@ class Decoding:
         self.rows = [self.rows[place] for place in places]
         self._pads = self._pads[places]
         surplus = int(self._pads.min()) if places else 0
-        for layer in self._cache.layers:
-            layer.keys, layer.values = layer.keys[kept, :, surplus:], layer.values[kept, :, surplus:]
+        select_rows(self._cache, kept, surplus)
         self._pads -= surplus
         self._cached -= surplus
         self._position, self._last = self._position[kept], self._last[kept]
@@ -228,11 +225,10 @@ class Decoding:
             places = [prompts.setdefault(array.tobytes(), len(prompts)) for array in arrays]
             arrays = [np.frombuffer(prompt, np.int64) for prompt in prompts]
         logits = self._read(arrays)
-        self._generator.lm.check_cache(self._cache)
+        self._generator.lm.caches.check(self._cache)
         if len(arrays) < len(self.rows):
             shared = torch.tensor(places, device=self._device)
-            for layer in self._cache.layers:
-                layer.keys, layer.values = layer.keys[shared], layer.values[shared]
+            select_rows(self._cache, shared)
             logits, self._pads = logits[shared], self._pads[places]
             self._mask = None if self._mask is None else self._mask[shared]
         return logits
@@ -240,7 +236,7 @@ class Decoding:
     def _rebuild(self) -> None:
         """Compute the cache again, of all tokens but those sampled last."""
         self.drop_ended()
-        self._cache = self._generator.lm.new_cache()
+        self._cache = self._generator.lm.caches.new()
         self._read(
             [
                 np.concatenate([row.request.prompt.numpy(), self._tokens[row.start : self._time - 1, place]])
@@ -436,7 +432,3 @@ def _stamps(versions: Sequence[Version]) -> torch.Tensor | Sequence[str]:
 
 def _not_finite(row: Row) -> ValueError:
     return ValueError(f"request {row.key!r}: the model's logits are not finite. Check its weights, and its dtype.")
-
-
-def _wider(states: torch.Tensor, width: int) -> torch.Tensor:
-    return functional.pad(states, (0, 0, width - states.shape[-2], 0))

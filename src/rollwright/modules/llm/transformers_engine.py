@@ -70,7 +70,8 @@ class TransformersEngine(Engine):
     call :meth:`pause` before the training step, and :meth:`resume` after it.
 
     Args:
-        model: with ``past_key_values`` of attention layers.
+        model: with attention layers, with or without sliding windows, layers of linear attention, convolutions or state
+            spaces (Mamba), or both (Qwen3-Next, Jamba, Falcon-H1, ...). One with a cache of its own is refused.
         tokenizer: of the model; its end-of-sequence token ends responses.
         sampling: how tokens are sampled where a request says nothing else; None: ``Sampling()``. Not changed
             afterwards.
@@ -109,6 +110,7 @@ class TransformersEngine(Engine):
         if max_batch_size < 1:
             raise ValueError(f"max_batch_size: expected at least 1, got {max_batch_size}.")
         self._lm = CausalLM(model, tokenizer, max_length)
+        self._lm.caches  # noqa: B018 (a model whose cache is not known is refused now)
         self.tokenizer = tokenizer
         self.sampling = sampling or Sampling()
         self.max_length, self.vocab_size = self._lm.max_length, self._lm.vocab_size
