@@ -14,6 +14,7 @@ from torch import nn
 from rollwright._options import with_options
 from rollwright.collectors.arguments import WorkerStats, check_worker_stats
 from rollwright.collectors.base import BaseCollector
+from rollwright.collectors.core import NothingLeft
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.delivery.base import split
 from rollwright.collectors.delivery.saved_state import SavedState, warn_of_unsaved
@@ -233,7 +234,10 @@ class Collector(BaseCollector):
                 if not delivery.ready():
                     delivery.ended()
                     return
-                batches = [delivery.next()] if delivery.has_room() else []
+                try:
+                    batches = [delivery.next()] if delivery.has_room() else []
+                except NothingLeft:
+                    continue
             if batches:
                 yield batches.pop()  # its memory is the consumer's alone
             else:

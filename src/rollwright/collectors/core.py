@@ -141,6 +141,13 @@ class UnfitOutputs(NotNative):
     """Outputs of a policy do not fit in rows: it takes the plain path, whatever else has changed."""
 
 
+class NothingLeft(Exception):
+    """A rollout has found nothing to take: all that was left of the data has failed, and was dropped."""
+
+    def __init__(self) -> None:
+        super().__init__("all conversations that were left have failed, and were dropped (on_error='drop').")
+
+
 class DataCursor:
     """The place of a rollout in data that ends, such as prompts; this one is of environments that have no such data.
 
@@ -261,6 +268,16 @@ class Path(ABC):
         Raises:
             NotNative: it is not.
         """
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next batch begins with what an error has left of the last one."""
+        return False
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether the batch ends with the step that was taken last."""
+        return self.cursor.is_over
 
     # The current TensorDict ----------------------------------------------------------------------
 

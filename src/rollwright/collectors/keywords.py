@@ -134,6 +134,9 @@ class LLMKeywords(ProcessKeywords, total=False):
     async_envs: bool | None
     flatten_data: bool | None
     reset_at_each_iter: bool
+    on_error: Literal["raise", "drop", "mask"]
+    max_retries: int
+    max_failures: int
     postproc: Callable[[TensorDictBase], TensorDictBase] | None
     replay_buffer: Buffer | None
     queue: Any

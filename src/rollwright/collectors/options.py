@@ -212,6 +212,9 @@ class CollectorOptions:
     flatten_data: ClassVar[bool] = False
     num_shards: ClassVar[int] = 1
     trace: ClassVar[str | None] = None
+    on_error: ClassVar[Literal["raise", "drop", "mask"]] = "raise"
+    max_retries: ClassVar[int] = 0
+    max_failures: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         if self.total_frames is None:
@@ -306,6 +309,9 @@ class ConversationOptions(CollectorOptions):
         weight_update_cache: what becomes of its cache.
         num_shards: collectors that share the groups of the data; ``worker_idx`` says which part is this one's.
         trace: folder that conversations are written into.
+        on_error: what becomes of a conversation that fails.
+        max_retries: how often it is tried again before.
+        max_failures: that may follow one another, before the run stops.
     """
 
     frames_per_batch: Annotated[int | None, whole(1, floats=True), PER_WORKER] = None  # type: ignore[assignment]
@@ -317,6 +323,9 @@ class ConversationOptions(CollectorOptions):
     weight_update_cache: CacheMode = "keep"
     num_shards: Annotated[int, whole(1)] = 1  # type: ignore[misc]
     trace: str | None = None  # type: ignore[misc]
+    on_error: Literal["raise", "drop", "mask"] = "raise"  # type: ignore[misc]
+    max_retries: Annotated[int, whole(0)] = 0  # type: ignore[misc]
+    max_failures: Annotated[int, whole(1)] = 32  # type: ignore[misc]
 
     @property
     def stores_rows(self) -> bool:

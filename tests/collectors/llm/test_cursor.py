@@ -22,6 +22,8 @@ class Slots:
     def is_over(self):
         return not self.going_on
 
+    def delivered(self): ...
+
     def begun(self):
         return self.going_on
 

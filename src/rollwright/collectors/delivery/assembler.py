@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
+from rollwright.collectors.core import DataCursor
 from rollwright.collectors.delivery.rows import HeldBatch, RowRange, concatenate
 from rollwright.collectors.rollout.paths.conversations.pool import is_pool_of_conversations
 from rollwright.collectors.rollout.paths.stages import IDS
@@ -172,6 +173,10 @@ class TrajectoryAssembler:
                 self._open(env, serial, t + 1, ids[:, t + 1])
         self._clock += steps
         self._let_go()
+        self.settle()
+
+    def settle(self) -> None:
+        """A batch was taken, or there is none left."""
 
     def _is_spoiled(self, name: int) -> bool:
         return name < self._spoiled_below or name in self._spoiled
@@ -310,15 +315,16 @@ def _renamed(td: TensorDictBase, name: int) -> TensorDictBase:
 _ORIGIN: tuple[NestedKey, ...] = ("prompt_index", "epoch", "repeat", "group_id")
 
 
-def group_sizes(env: EnvBase) -> Callable[[Origin], int]:
-    """How many conversations the group has that a conversation from somewhere belongs to.
+def group_sizes(env: EnvBase, cursor: DataCursor) -> Callable[[Origin], int]:
+    """How many conversations the group has that a conversation from somewhere belongs to, without those that failed.
 
     Raises:
         ValueError: the environment has no conversations.
     """
     source = getattr(getattr(env, "conversations", None), "source", None)
     if isinstance(source, PromptSource):
-        return source.group_size
+        undelivered = getattr(cursor, "undelivered", None)
+        return source.group_size if undelivered is None else undelivered.group_size
     if isinstance(env, AsyncEnvPool) and is_pool_of_conversations(env):
         sizes: list[int] = env.repeats
         return lambda origin: sizes[origin.group % len(sizes)]
@@ -345,7 +351,7 @@ class GroupAssembler(TrajectoryAssembler):
 
     def _clear(self) -> None:
         super()._clear()
-        self._open_groups: dict[int, list[tuple[int, Trajectory]]] = {}
+        self._open_groups: dict[int, list[tuple[Origin, Trajectory]]] = {}
         self._groups: deque[list[Trajectory]] = deque()
 
     @property
@@ -360,11 +366,20 @@ class GroupAssembler(TrajectoryAssembler):
 
     def _completed(self, found: Trajectory) -> None:
         origin = origin_of(found)
-        group = self._open_groups.setdefault(origin.group, [])
-        group.append((origin.repeat, found))
+        self._open_groups.setdefault(origin.group, []).append((origin, found))
+        self._close_group(origin)
+
+    def _close_group(self, origin: Origin) -> None:
+        """A group is complete, if it is."""
+        group = self._open_groups[origin.group]
         if len(group) >= self._size(origin):
-            group.sort(key=lambda each: each[0])
+            group.sort(key=lambda each: each[0].repeat)
             self._groups.append([trajectory for _, trajectory in self._open_groups.pop(origin.group)])
+
+    def settle(self) -> None:
+        """See :meth:`TrajectoryAssembler.settle`: groups may be complete without conversations that have failed."""
+        for group in list(self._open_groups.values()):
+            self._close_group(group[0][0])
 
     def _all_complete(self) -> list[Trajectory]:
         waiting = [trajectory for group in list(self._open_groups.values()) for _, trajectory in group]

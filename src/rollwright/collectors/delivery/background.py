@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from rollwright._warnings import warn_user
-from rollwright.collectors.core import never
+from rollwright.collectors.core import NothingLeft, never
 from rollwright.collectors.delivery.base import RolloutDelivery
 from rollwright.collectors.delivery.thread import WAIT_S, BufferFiller, CollectorThread, StepLock, paused_error
 from rollwright.collectors.delivery_options import buffer_of
@@ -84,7 +84,8 @@ class Background(BufferFiller):
             delivery.ended()
             return False
         if delivery.has_room():
-            delivery.next()
+            with suppress(NothingLeft):
+                delivery.next()
         else:
             delivery.await_room(stop=self._is_to_look_again)
         return True  # what was asked of the thread while it waited may have changed what is to be delivered

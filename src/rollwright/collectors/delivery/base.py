@@ -12,7 +12,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collecti
 
 from rollwright._keys import NestedKey, is_private, key_str
 from rollwright._warnings import warn_user
-from rollwright.collectors.core import Delivery, never
+from rollwright.collectors.core import Delivery, NothingLeft, never
 from rollwright.collectors.delivery.assembler import GroupAssembler, Trajectory, TrajectoryAssembler, group_sizes
 from rollwright.collectors.delivery.rows import RowRange, as_trajectories, common_keys, concatenate, pad
 from rollwright.collectors.profiling import Profile
@@ -47,7 +47,7 @@ def make_assembler(rollout: Rollout) -> TrajectoryAssembler | None:
     """What puts trajectories together, where whole ones are delivered."""
     options = rollout.options
     if options.groups_per_batch is not None:
-        return GroupAssembler(rollout.num_rows, group_sizes(rollout.env))
+        return GroupAssembler(rollout.num_rows, group_sizes(rollout.env, rollout.cursor))
     return None if options.trajs_per_batch is None else TrajectoryAssembler(rollout.num_rows)
 
 
@@ -197,6 +197,9 @@ class RolloutDelivery(Delivery):
         known = assembler.frames_held + assembler.frames_dropped - rollout.frames
         try:
             batch = rollout.collect()
+        except NothingLeft:
+            assembler.settle()
+            return
         except BaseException:
             if rollout.go_back_if_begun() and not rollout.cursor.offers_again:  # else what goes on has its id still
                 assembler.drop_after_error(known + rollout.frames)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tensordict import TensorDictBase
 
@@ -55,6 +55,18 @@ class LLMOptions:
             took in a batch, ``[T]``, in place of a single turn; its trajectory ids are -1 where the data was over.
         reset_at_each_iter: begin every batch with new conversations. Those in progress are dropped, and counted in
             ``stats()["conversations_dropped"]``; one in which nothing was generated yet stays.
+        on_error: what becomes of a conversation that fails: its prompt is too long, the engine fails in it, or a tool,
+            a reward or its environment raises. ``"raise"``: the error is raised, once; all others stay as they are. It
+            rests in the next batch, and is tried again after that (at once, where nothing else is left). ``"drop"``:
+            what is left of it is not delivered, and its group is complete without it. ``"mask"``: it ends with a record
+            whose ``finish_reason`` is ``"error"``, with nothing to train on; :func:`group_advantages` leaves it out.
+            ``stats()["conversations_failed"]`` counts them, by class of what was raised. ``"drop"`` and ``"mask"``
+            take environments and policies whose messages and tokens pass without TensorDicts.
+        max_retries: how often what has failed is tried again before that: a request to the engine; or the conversation
+            from before its last answer, if it can be saved there, else from its beginning, if nothing of it was
+            delivered. A prompt that the engine refuses is not asked again.
+        max_failures: conversations that may fail, with none that ends well between them; then the collector raises the
+            last error, whatever ``on_error`` says.
         postproc: applied to each batch; its result is delivered.
         replay_buffer: where turns go; the collector then yields None for each batch.
         queue: an object with ``put``: gets each turn as an item of its own, and the collector yields None for each
@@ -102,6 +114,9 @@ asks for turns of any. Drop one of the two.
     async_envs: bool | None = None
     flatten_data: bool | None = None
     reset_at_each_iter: bool = False
+    on_error: Literal["raise", "drop", "mask"] = "raise"
+    max_retries: Annotated[int, whole(0)] = 0
+    max_failures: Annotated[int, whole(1)] = 32
     postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
     replay_buffer: Buffer | None = None
     queue: Any = None

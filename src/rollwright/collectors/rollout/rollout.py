@@ -380,7 +380,7 @@ class Rollout:
                     seconds["policy"] += acted - begun
                     seconds["env"] += stepped - acted + clock() - recorded
                     seconds["write"] += recorded - stepped
-                    if self._path.cursor.is_over or (self.interrupted is not None and self.interrupted()):
+                    if self._path.ends_here or (self.interrupted is not None and self.interrupted()):
                         break
                 return self._finish(t + 1)
             except BaseException as error:
@@ -398,7 +398,8 @@ class Rollout:
         if self._env_uses not in (None, self.env.num_uses) and self._path.started:
             self._leave_trajectories()
         self.env.note_use()
-        if not self._path.started or (self.options.reset_at_each_iter and self._unused_ids is None):
+        resets = self.options.reset_at_each_iter and self._unused_ids is None and not self._path.goes_on
+        if not self._path.started or resets:
             self.start_trajectories()
         if not self._stepped and self._path.current is not None:  # a reset may lack what the specs of states name
             self._check_inputs(leaf_keys(self._path.current))

@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright._processes.channel import ByValue
 from rollwright.collectors.arguments import Reachable
-from rollwright.collectors.core import TrajectoryIds
+from rollwright.collectors.core import NothingLeft, TrajectoryIds
 from rollwright.collectors.delivery.background import Background
 from rollwright.collectors.delivery.base import TrajectoryBatches
 from rollwright.collectors.delivery.saved_state import SavedState
@@ -200,6 +200,8 @@ class WorkerCollector(Reachable):
                 batch: Any = delivery.next_of_rollout() if isinstance(delivery, TrajectoryBatches) else delivery.next()
             in_block, rest, lacking, nesting = self._sorted(batch)
             names = _changed_names(batch)
+        except NothingLeft:
+            return messages.Collected.nothing(order.run, observer.version, rollout.path.stats())
         finally:
             batch = None
             held = self._blocks.end()
@@ -291,7 +293,10 @@ class WorkerCollector(Reachable):
         if not self._delivery.ready():
             return None
         self._delivery.await_room()
-        return self._delivery.next()
+        try:
+            return self._delivery.next()
+        except NothingLeft:
+            return None
 
     def _check_idle(self) -> None:
         if self._refused_rollout is not None:

@@ -55,7 +55,8 @@ def record(turn: Turn, layout: RecordLayout, traj_id: int | None = None) -> Tens
 
     Tokens and versions are views of those of the turn. The log-probabilities of the response are a view of
     ``("log_probs", "full")``, into which they are copied, and which is 0 elsewhere. The masks are bool ``[tokens]``:
-    ``all_assistant_mask`` is True on the tokens that were sampled in this turn, and on nothing else.
+    ``all_assistant_mask`` is True on the tokens that were sampled in this turn, and on nothing else; on none where its
+    conversation has failed.
 
     ``("next", ...)`` holds the prompt of the next turn (text and tokens are empty where there is none; the history has
     the messages that ended the conversation), ``reward`` (float32 ``[1]``, or ``[response, 1]``, one for each
@@ -198,7 +199,7 @@ def _nested(turn: Turn, layout: RecordLayout, texts: Sequence[NonTensorData]) ->
         part = full[split:]
         part.copy_(turn.log_probs)
         entries["log_probs"] = _td({"response": part, "full": full})
-    attention, assistant = _masks(size, split)
+    attention, assistant = _masks(size, size if turn.masked else split)
     entries["masks"] = _td({"all_attention_mask": attention, "all_assistant_mask": assistant})
     return entries, following
 
@@ -206,7 +207,7 @@ def _nested(turn: Turn, layout: RecordLayout, texts: Sequence[NonTensorData]) ->
 def _flat(turn: Turn, layout: RecordLayout, texts: Sequence[NonTensorData]) -> tuple[_Entries, _Entries]:
     tokens, split = turn.tokens, turn.num_prompt
     size = tokens.shape[0]
-    _, assistant = _masks(size, split)
+    _, assistant = _masks(size, size if turn.masked else split)
     entries: _Entries = {
         "tokens": tokens,
         "tokens_response": tokens[split:],

@@ -12,7 +12,7 @@ from torch import Tensor
 from rollwright._keys import NestedKey
 from rollwright.data.llm.ragged import flat_records
 from rollwright.data.llm.records import RecordLayout, record
-from rollwright.data.llm.turns import Turn
+from rollwright.data.llm.turns import FinishReason, Turn
 
 Batch = TypeVar("Batch", bound=TensorDictBase)
 
@@ -22,6 +22,7 @@ _KEYS = {  # of what a sequence is made: nested, flat
     "response": (("tokens", "response"), "tokens_response"),
     "log_probs": (("log_probs", "response"), "log_probs"),
     "versions": (("tokens", "policy_version"), "tokens_policy_version"),
+    "mask": (("masks", "all_assistant_mask"), "assistant_mask"),
 }
 
 
@@ -40,7 +41,8 @@ def training_sequences(source: Any) -> list[TensorDict]:
         A TensorDict of batch size ``[]`` for each sequence, in the order in which the conversations begin:
 
         - ``tokens``: int64 ``[tokens]``, a view of those of its last turn;
-        - ``assistant_mask``: bool, True on sampled tokens: its sum is the number of tokens that were sampled;
+        - ``assistant_mask``: bool, True on sampled tokens: its sum is the number of tokens that were sampled, but for
+          conversations that failed, which have none;
         - ``log_probs``: float32, 0 on other tokens (where the records have them);
         - ``policy_version``: int64, -1 on other tokens; of UUIDs a list of strings, empty on other tokens;
         - ``turn``: int64, which turn sampled a token, -1 on other tokens;
@@ -111,7 +113,8 @@ def group_advantages(
         scale: divide by the standard deviation.
 
     Returns:
-        The same batch. The advantage is 0 in padding, and in a group of one reward.
+        The same batch. The advantage is 0 in padding, in a group of one reward, and in conversations that failed
+        (``finish_reason`` is ``"error"``), which are left out of mean and deviation.
 
     Raises:
         ValueError: ``trajectory_return`` is none of these.
@@ -126,6 +129,8 @@ def group_advantages(
                 f"{name}: a record has no entry {key!r}; it has {sorted(map(str, rows[0].keys(True, True)))}"
             )
     taken = [_is_turn(one) for one in rows]
+    if failed := {_conversation(one) for one, is_turn in zip(rows, taken, strict=True) if is_turn and _failed(one)}:
+        taken = [is_turn and _conversation(one) not in failed for one, is_turn in zip(rows, taken, strict=True)]
     rewards = [_column(one[reward_key]) for one in rows]
     returns = rewards if trajectory_return is None else _returns(rows, rewards, taken, trajectory_return)
     members: dict[int, list[int]] = {}
@@ -159,6 +164,11 @@ def _is_turn(one: TensorDictBase) -> bool:
     """Whether a record is no padding."""
     mask = one.get(("collector", "mask"), None)
     return (mask is None or bool(mask)) and len(_read(one, "tokens")) > 0
+
+
+def _failed(one: TensorDictBase) -> bool:
+    reason = one.get("finish_reason", None)
+    return isinstance(reason, NonTensorData) and str(reason.data) == FinishReason.ERROR
 
 
 def _conversation(one: TensorDictBase) -> tuple[int, ...]:
@@ -202,7 +212,8 @@ def _united(turns: Sequence[TensorDictBase], name: tuple[int, ...]) -> TensorDic
                 "tokens were written over, or 'sequence' was"
             )
         before = stop
-        mask[start:stop] = True
+        trained = _read(one, "mask")
+        mask[start:stop] = True if trained is None else trained[start:stop]
         number[start:stop] = int(one["turn"])
         reward += one["next", "reward"].sum()
         if (values := _read(one, "log_probs")) is not None:

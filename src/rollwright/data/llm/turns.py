@@ -89,6 +89,7 @@ class Turn:
         reward: of the turn, or float32 ``[response]``, one for each token.
         terminated: whether the conversation ended with this turn, with nothing to follow.
         truncated: whether it was cut off there, by a limit.
+        masked: whether none of its tokens is trained on: its conversation has failed.
         seconds: by stage: ``queue``, ``generation``, ``tool``, ``reward``.
         extras: further entries of engine or environment, by key.
     """
@@ -114,6 +115,7 @@ class Turn:
     reward: float | torch.Tensor = 0.0
     terminated: bool = False
     truncated: bool = False
+    masked: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
 

@@ -154,11 +154,13 @@ class DatasetConversations(Conversations):
             raise ValueError(f"slot: expected 0 to {self.num_slots - 1}, got {slot}.")
         self._drop(slot)
         draw = self.source.draw()
+        opening = Opening(draw)
         try:
-            opening = Opening(draw) if self.dialogue.opens else self.prompts.opening(draw)
+            if not self.dialogue.opens:
+                opening = self.prompts.opening(draw)
             self._begin_talk(slot, opening)
         except EnvError as error:
-            return Opening(draw, error=error)
+            return replace(opening, error=error)
         return opening
 
     def _begin_talk(self, slot: int, opening: Opening, state: Mapping[str, Any] | None = None) -> Talk:
@@ -567,6 +569,8 @@ class DatasetConversations(Conversations):
             del self._talks[slot]
         self._drop(slot)
         self.source.claim(opening.draw.origin)
+        if not self.dialogue.opens and opening.is_empty:
+            self.prompts.opening(opening.draw)  # raises what it has raised before
         talk = self._begin_talk(slot, opening, state)
         if talk.ended is not None:
             self._finish(slot, talk)

@@ -102,6 +102,11 @@ class Opening:
     tokens: torch.Tensor | None = None
     error: EnvError | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that the model reads first."""
+        return not self.messages and self.text is None and self.tokens is None
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ class Undelivered:
         again: conversations to begin again.
         num_dropped: conversations that were dropped on purpose, and count as delivered.
         trace: where turns are written, and what becomes of conversations; None: nowhere.
+        failed: how many have failed, by class of what was raised.
 
     Example:
         >>> from rollwright.envs.llm.conversations import DatasetConversations
@@ -48,6 +49,8 @@ class Undelivered:
         self.again: deque[Opening] = deque()
         self.num_dropped = 0
         self.trace: TraceWriter | None = None
+        self.failed: Counter[str] = Counter()
+        self._left_out: Counter[int] = Counter()  # conversations by group, of groups that were not delivered
         self._ended: dict[Any, Opening] = {}  # by trajectory id
         self._last: list[Any] = []  # of them, those that ended in the last batch
 
@@ -93,6 +96,20 @@ class Undelivered:
             if self.trace is not None:
                 self.trace.end(opening.draw.origin, "dropped")
 
+    def leave_out(self, opening: Opening, error: BaseException) -> None:
+        """A conversation has failed, and will not be delivered: its group is complete without it."""
+        origin = opening.draw.origin
+        if self.trace is not None:
+            self.trace.end(origin, "failed", str(error))
+        self.source.delivered(origin)
+        self._left_out[origin.group] += 1
+        if not self.group_size(origin):
+            del self._left_out[origin.group]
+
+    def group_size(self, origin: Origin) -> int:
+        """See :meth:`PromptSource.group_size`; without those that were left out."""
+        return self.source.group_size(origin) - self._left_out[origin.group]
+
     def begin_again(self, openings: Iterable[Opening]) -> None:
         """Nobody will get these conversations; each begins again once.
 
@@ -122,6 +139,7 @@ class Undelivered:
             opening = self._ended.pop(number, None)
             if opening is not None:
                 self.source.delivered(opening.draw.origin)
+                self._left_out.pop(opening.draw.origin.group, None)
 
     def take(self, ids: Iterable[Any]) -> list[Opening]:
         """Conversations that had ended, which are not among them any more."""
@@ -140,6 +158,7 @@ class Undelivered:
     def forget(self) -> None:
         """Draw others: nothing of this is delivered, nor begins again."""
         self.again.clear()
+        self._left_out.clear()
         self._ended, self._last = {}, []
 
     # State --------------------------------------------------------------------------------------------
@@ -161,6 +180,7 @@ class Undelivered:
             "undelivered": packed(self._ended if ended is None else ended),
             "again": packed(list(self.again)),
             "dropped": self.num_dropped,
+            "failed": dict(self.failed),
         }
 
     def load_state_dict(
@@ -183,6 +203,8 @@ class Undelivered:
         if delivered:  # groups are as large as what is left of them
             self.source.load_state_dict(self.source.state_dict())
         self.load_again(unpacked(state_dict["again"]), state_dict["dropped"])
+        self.failed = Counter(state_dict.get("failed", {}))
+        self._left_out.clear()  # the source has taken them off the sizes of their groups
         done, ended = {(at.group, at.repeat) for at in delivered}, unpacked(state_dict["undelivered"]).items()
         left = {number: at for number, at in ended if (at.draw.origin.group, at.draw.origin.repeat) not in done}
         self.load_ended(left if renamed is None else {renamed(number): at for number, at in left.items()})

@@ -150,6 +150,12 @@ def dialogue_parts(env: EnvBase, policy: Any, options: CollectorOptions) -> tupl
             "PolicyVersion(), and a policy with an engine (TransformersWrapper) that neither pads nor draws several "
             f"samples, got {env} and {type(policy).__name__}. Leave {name} out."
         )
+    if options.on_error != "raise" or options.max_retries:
+        raise ValueError(
+            f"on_error={options.on_error!r}, max_retries={options.max_retries}: expected conversations (LLMEnv, "
+            "ChatEnv) and a policy with an engine (TransformersWrapper), each of which can fail by itself, got "
+            f"{env} and {type(policy).__name__}: TensorDicts of all are passed together. Leave both out."
+        )
     if options.async_envs and not goes_by_itself(env, options):
         raise ValueError(
             "async_envs=True: expected conversations (LLMEnv, ChatEnv), with no transforms but StepCounter(), "

@@ -58,6 +58,9 @@ class InProgress(Protocol):
     def is_over(self) -> bool:
         """Whether there is nothing to go on with."""
 
+    def delivered(self) -> None:
+        """A batch has reached the consumer."""
+
     def begun(self) -> Iterable[Opening]:
         """Conversations in which something was asked, and which go on, or have turns that were not taken."""
 
@@ -150,6 +153,11 @@ class ConversationCursor(DataCursor):
             mark: where, for :meth:`InProgress.go_back`; None: after an error all begins again.
         """
         self._mark, self._taken = mark, {}
+        self.undelivered.ended({})
+
+    def was_delivered(self, opening: Opening) -> bool:
+        """Whether turns of a conversation were delivered, and the rest is to be."""
+        return opening.draw.origin in self._partly
 
     def finish(self, taken: Iterable[Opening], ended: Mapping[int, Opening]) -> None:
         """A batch is complete.
@@ -166,6 +174,7 @@ class ConversationCursor(DataCursor):
         self._partly = self._partly_then()
         self._mark, self._taken = None, {}
         self.undelivered.delivered(ids)
+        self.progress.delivered()
 
     def _partly_then(self) -> dict[Origin, Opening]:
         """Conversations that are delivered in part once the last batch is."""
@@ -308,6 +317,7 @@ class ConversationCursor(DataCursor):
         return {
             "conversations_in_progress": len(begun) + len(undelivered.again),
             "conversations_dropped": undelivered.num_dropped,
+            "conversations_failed": undelivered.failed.copy(),
             "conversations_undelivered": len(undelivered),
             "conversations_unfinished": undelivered.names(left),
         }

@@ -49,6 +49,7 @@ class Dialog:
         number: of the next turn.
         total: sum of its rewards.
         asked: whether an answer is asked for.
+        rests: it has failed, and goes on when others have.
         pending: the last answer, while nothing has followed it.
         held: turns that wait for the end of the conversation, where whole ones are delivered.
         before: its state before the last answer was asked for, where that is kept.
@@ -63,6 +64,7 @@ class Dialog:
     number: int = 0
     total: float = 0.0
     asked: bool = False
+    rests: bool = False
     pending: Turn | None = None
     held: list[EndedTurn] = field(default_factory=list)
     before: dict[str, Any] | None = None
@@ -100,7 +102,7 @@ class Dialog:
     @property
     def is_ready(self) -> bool:
         """Whether its prompt waits for an answer that nobody was asked for."""
-        return not self.asked and not self.is_waiting
+        return not self.asked and not self.rests and not self.is_waiting
 
     def request(self, key: int, engine: Engine) -> Request:
         """What the engine is asked for the next answer."""
@@ -198,6 +200,41 @@ class Dialog:
         self.messages.extend(outcome.messages)
         return tokens
 
+    def failed(self, engine: Engine, like: Mapping[str, Any]) -> EndedTurn:
+        """End it with the turn that failed, which has no reward; nothing of its turns that are here is trained on.
+
+        Args:
+            engine: that it was asked of.
+            like: further entries of another turn, which this one gets, too: without values.
+        """
+        turn = self.pending
+        if turn is None:
+            none = torch.zeros(0, dtype=torch.int64)
+            turn = Turn(
+                origin=self.opening.draw.origin,
+                number=self.number,
+                sequence=self.chain.sequence,
+                prompt=list(self.messages),
+                response={"role": "assistant", "content": ""},
+                prompt_text=self.chain.text,
+                response_text="",
+                tokens=self.chain.tokens,
+                num_prompt=len(self.chain.tokens),
+                log_probs=torch.zeros(0),
+                log_prob_mode=engine.sampling.log_prob_mode,
+                versions=[] if isinstance(engine.version, str) else none,
+                version=engine.version,
+                finish_reason=FinishReason.ERROR,
+            )
+        turn.finish_reason, turn.terminated, turn.truncated = FinishReason.ERROR, False, True
+        turn.reward, turn.added, turn.next_prompt, turn.next_prompt_text = 0.0, (), None, ""
+        turn.extras = {key: _blank(value) for key, value in like.items()} | turn.extras
+        for each in (turn, *(held.turn for held in self.held)):
+            each.masked = True
+        self.pending = None
+        self.number += 1
+        return EndedTurn(turn, self.id, self.opening, (self.total, self.number))
+
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self, of_environment: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,6 +263,12 @@ class Dialog:
 
 
 _SAVED = ("slot", "opening", "id", "number", "total")
+
+
+def _blank(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value) if value.numel() == 1 else value.new_zeros((0, *value.shape[1:]))
+    return type(value)() if isinstance(value, str | int | float | list | dict) else None
 
 
 def name_of(opening: Opening, number: int) -> str:

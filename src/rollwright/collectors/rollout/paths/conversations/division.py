@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ def divided(
         )
     started = in_parts and any(state["row_ids"] is not None for state in states)
     dropped = [sum(state["dropped"] for state in states)] + [0] * (count - 1)
+    failed = [dict(sum((Counter(state.get("failed", {})) for state in states), Counter[str]()))] + [{}] * (count - 1)
     return [
         {
             "dialogs": [packed({**saved, "slot": slot}) for slot, saved in enumerate(part["dialogs"])],
@@ -53,8 +55,9 @@ def divided(
             **{name: packed(part[name]) for name in _PACKED},
             "undelivered": packed(dict(part["undelivered"])),
             "dropped": number,
+            "failed": errors,
         }
-        for part, number in zip(parts, dropped, strict=True)
+        for part, number, errors in zip(parts, dropped, failed, strict=True)
     ]
 
 

@@ -6,14 +6,15 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
 from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog
+from rollwright.collectors.rollout.paths.conversations.failures import Failures
 from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
 from rollwright.data.llm.turns import FinishReason
 from rollwright.envs.llm.core import Answer, Conversations, Outcome
-from rollwright.envs.llm.transforms import TurnHook
 from rollwright.errors import EnvError, PolicyError, RollwrightError
 from rollwright.modules.llm.engine import Completion, Engine, Request
 
@@ -32,10 +33,10 @@ class Exchange:
         conversations: of the environment.
         engine: of the policy.
         dialogs: the conversations in its slots.
+        failures: what becomes of those that fail.
 
     Attributes:
         engine: of the policy.
-        hooks: what transforms of the environment do with a complete turn.
     """
 
     def __init__(
@@ -43,11 +44,9 @@ class Exchange:
         conversations: Conversations,
         engine: Engine,
         dialogs: Dialogs,
-        *,
-        hooks: list[TurnHook],
+        failures: Failures,
     ) -> None:
-        self._conversations, self.engine, self._dialogs = conversations, engine, dialogs
-        self.hooks = hooks
+        self._conversations, self.engine, self._dialogs, self._failures = conversations, engine, dialogs, failures
         self._asked: dict[int, Dialog] = {}  # by key of the request
         self._keys = itertools.count()
         dialogs.asked = self
@@ -57,35 +56,45 @@ class Exchange:
 
     def answer_all(self, dialogs: Sequence[Dialog]) -> None:
         """Hand answers to the environment, when all have come."""
-        self._ask(dialogs)
         answers: dict[int, Answer] = {}
-        while self._asked:
+        while True:
+            self._ask([dialog for dialog in dialogs if self._dialogs.slots[dialog.slot] is dialog and dialog.is_ready])
+            if not self._asked or self._failures.due:
+                break
             self._check_waits()
             answers |= self._answers(_WAIT_S)
         if answers:
             self._conversations.submit({slot: answers[slot] for slot in sorted(answers)})
+        self._dialogs.raise_due()
 
     def stream(self) -> bool:
         """Ask for answers to all prompts, and hand those that come first to the environment; whether any came."""
         self._ask(self._dialogs.ready)
         answers: dict[int, Answer] = {}
-        while self._asked and not answers:
+        while self._asked and not answers and not self._failures.due:
             self._check_waits()
             waits = bool(self._dialogs.waiting)
             answers = self._answers(_POLL_S if waits else _WAIT_S)
             if waits:
                 break
+            self._ask(self._dialogs.ready)  # again, after an error
         if answers:
             self._conversations.submit(answers)
+        self._dialogs.raise_due()
         return bool(answers)
 
     def complete_each(self) -> None:
         """Take outcomes until each row has a turn; conversations that wait for others let those go ahead."""
-        while self._dialogs.lack_turns():
+        dialogs = self._dialogs
+        while True:
+            dialogs.fill(lacking=True)
+            dialogs.raise_due()
+            if not dialogs.lack_turns():
+                return
             if not self.follow(None):
-                self._dialogs.fill()
-                if not (ready := self._dialogs.ready):
-                    raise EnvError(self._stuck())
+                dialogs.fill()
+                if not (ready := dialogs.ready):
+                    self._wake_or_stop()
                 self.answer_all(ready)
 
     def complete_one(self) -> None:
@@ -94,8 +103,16 @@ class Exchange:
         while dialogs.lack_turns():
             came = bool(dialogs.waiting) and self.follow(0.0 if self._asked else None)
             dialogs.fill()
-            if dialogs.lack_turns() and not self.stream() and not came and not self._asked:
-                raise EnvError(self._stuck())
+            dialogs.raise_due()
+            if dialogs.lack_turns() and not self.stream() and not came and not self._asked and not dialogs.ready:
+                self._wake_or_stop()
+
+    def _wake_or_stop(self) -> None:
+        """Nothing goes on: those that have failed do, or it is an error."""
+        if any(dialog.rests for dialog in self._dialogs):
+            self._dialogs.wake()
+        else:
+            raise EnvError(self._stuck())
 
     def _stuck(self) -> str:
         waiting = ", ".join(dialog.name for dialog in self._dialogs.waiting)
@@ -119,25 +136,50 @@ class Exchange:
             requests.append(dialog.request(key, self.engine))
         try:
             self.engine.submit(requests)
-        except ValueError as error:
-            self._explain(requests, error)
+        except ValueError:  # nothing was accepted
+            self._ask_each(requests)
+        except Exception as error:
+            self._ask_again(error)
 
-    def _explain(self, requests: Sequence[Request], error: ValueError) -> None:
-        """Raise the error of the first request that is refused alone, with the name of its conversation."""
+    def _ask_each(self, requests: Sequence[Request]) -> None:
+        """Ask one by one, since a request is refused: its conversation has failed."""
         for request in requests:
             try:
                 self.engine.submit([request])
             except ValueError as found:
-                raise ValueError(f"{self._asked.pop(cast(int, request.key)).name}: {found}") from found
-        raise error
+                dialog = self._asked.pop(cast(int, request.key))
+                error = ValueError(f"{dialog.name}: {found}")
+                error.__cause__ = found
+                self._dialogs.fail(dialog, error)
+
+    def _ask_again(self, error: Exception) -> None:
+        """The engine has raised: what it was asked for is asked again, now or after the error was raised."""
+        keys = list(self._asked)
+        for dialog in self._asked.values():
+            dialog.asked = False
+        self._asked.clear()
+        with suppress(Exception):  # it has raised already
+            self.engine.cancel(keys)
+        if not self._failures.may_retry(None):
+            self._failures.due.append(error)
 
     def _answers(self, timeout: float) -> dict[int, Answer]:
         """Answers that have come, by slot; waits until there is one."""
-        found = {}
-        for completion in self.engine.results(timeout):
+        found: dict[int, Answer] = {}
+        try:
+            completions = self.engine.results(timeout)
+        except Exception as error:
+            self._ask_again(error)
+            return found
+        for completion in completions:
             dialog = self._asked.pop(cast(int, completion.key), None)
             if dialog is not None:  # else it was dropped meanwhile
-                found[dialog.slot] = self._answer(dialog, completion)
+                try:
+                    found[dialog.slot] = self._answer(dialog, completion)
+                except PolicyError as error:
+                    self._dialogs.fail(dialog, error)
+        if found:
+            self._failures.ended_well(None)
         return found
 
     def _answer(self, dialog: Dialog, found: Completion) -> Answer:
@@ -160,19 +202,19 @@ class Exchange:
         """Take outcomes that have come; returns whether there were any."""
         outcomes = self._outcomes() if timeout is None else self._conversations.outcomes(timeout)
         for slot, outcome in outcomes.items():
-            if outcome.error is not None:
-                raise outcome.error
             dialog = self._dialogs.slots[slot]
             assert dialog is not None
+            if outcome.error is not None:
+                self._dialogs.fail(dialog, outcome.error)
+                continue
             try:
                 ended = dialog.follow(outcome, self.engine.max_length, partial(self._conversations.cut, slot))
-            except ValueError as error:  # of messages that cannot be written as tokens
-                raise EnvError(f"{dialog.name}: {error}") from error
+            except ValueError as found:  # of messages that cannot be written as tokens
+                error = EnvError(f"{dialog.name}: {found}")
+                error.__cause__ = found
+                self._dialogs.fail(dialog, error)
+                continue
             if ended is not None:
-                for hook in self.hooks:
-                    hook(ended.turn, dialog.memory)
-                if ended.turn.done:  # perhaps by a hook
-                    ended.ended = dialog.total, dialog.number
                 self._dialogs.keep(dialog, ended)
         return bool(outcomes)
 

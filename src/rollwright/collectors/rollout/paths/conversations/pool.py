@@ -235,6 +235,9 @@ class ConversationPoolPath(PoolPath):
         """See :attr:`InProgress.is_over`."""
         return len(self._over) == len(self._every) and not self._row
 
+    def delivered(self) -> None:
+        """See :meth:`InProgress.delivered`."""
+
     def begun(self) -> list[Opening]:
         """See :meth:`InProgress.begun`."""
         going_on = [at for index, at in enumerate(self._at) if at is not None and self._began(index)]

@@ -155,6 +155,9 @@ class ConversationRows:
         """See :attr:`InProgress.is_over`."""
         return self._env.is_over
 
+    def delivered(self) -> None:
+        """See :meth:`InProgress.delivered`."""
+
     def begun(self) -> list[Opening]:
         """See :meth:`InProgress.begun`."""
         env = self._env

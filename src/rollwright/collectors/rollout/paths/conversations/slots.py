@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,11 +16,15 @@ from numpy.typing import NDArray
 
 from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor, Names, Saved
 from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, EndedTurn, name_of, own
+from rollwright.collectors.rollout.paths.conversations.failures import Failures
 from rollwright.data.llm.chain import TokenChain
+from rollwright.data.llm.turns import FinishReason, Origin
 from rollwright.envs.checkpoint.packed import packed, unpacked
 from rollwright.envs.llm.core import Conversations, Opening
+from rollwright.envs.llm.transforms import TurnHook
 from rollwright.envs.llm.undelivered import Undelivered
-from rollwright.errors import EnvError
+from rollwright.errors import EnvError, PolicyError
+from rollwright.modules.llm.engine import Engine
 
 Times = list[list[EndedTurn | None]]  # turns by time and row; None: the row has none then
 
@@ -56,38 +61,49 @@ class Dialogs:
     Args:
         conversations: of the environment.
         chain: makes the tokens of a conversation.
+        engine: of the policy.
         streams: there is one row, of turns in the order in which they end; False: a row for each slot.
         whole: conversations are delivered whole: with ``streams``, turns wait in theirs until it has ended.
         cursor: keeps account of them.
+        failures: what becomes of those that fail.
 
     Attributes:
         slots: the conversations; None: there is none.
         rows: turns that were not taken.
         batch: turns of the current batch, by time and row.
         asked: what they wait for.
+        hooks: what transforms of the environment do with a complete turn.
         started: whether they were begun.
+        intact: whether an error has ended the batch that leaves all but its conversation as they are.
     """
 
     asked: Asked
+    hooks: list[TurnHook]
 
     def __init__(
         self,
         conversations: Conversations,
         chain: Callable[[], TokenChain],
+        engine: Engine,
         *,
         streams: bool,
         whole: bool,
         cursor: ConversationCursor,
+        failures: Failures,
     ) -> None:
         count = conversations.num_slots
-        self._conversations, self._chain = conversations, chain
-        self._streams, self._holds, self._cursor = streams, streams and whole, cursor
+        self._conversations, self._chain, self._engine, self._failures = conversations, chain, engine, failures
+        self._streams, self._whole, self._holds, self._cursor = streams, whole, streams and whole, cursor
         self.slots: list[Dialog | None] = [None] * count
         self.rows: list[deque[EndedTurn]] = [deque() for _ in range(1 if streams else count)]
         self.batch: Times = []
         self.started = False
         self._data_is_over = False  # a slot found no prompt
         self._vacant: set[int] = set()  # slots whose conversation has ended
+        self._marked: dict[Origin, dict[str, Any]] = {}  # conversations as they were where the batch began
+        self._gone: set[Origin] = set()  # those that have failed since
+        self._like: dict[str, Any] = {}  # further entries of the last turn
+        self.intact = False
 
     @property
     def _undelivered(self) -> Undelivered:
@@ -114,8 +130,16 @@ class Dialogs:
     def lack_turns(self) -> bool:
         """Whether a row has no turn to take that another one will come for."""
         if self._streams:
-            return not self.rows[0] and any(True for _ in self)
-        return any(not row and dialog is not None for row, dialog in zip(self.rows, self.slots, strict=True))
+            return not self.rows[0] and any(not dialog.rests for dialog in self)
+        return any(
+            not row and dialog is not None and not dialog.rests
+            for row, dialog in zip(self.rows, self.slots, strict=True)
+        )
+
+    @property
+    def only_rest(self) -> bool:
+        """Whether there is nothing to take, and nothing that goes on by itself."""
+        return not any(self.rows) and all(dialog.rests for dialog in self)
 
     # Beginning and end --------------------------------------------------------------------------------
 
@@ -128,19 +152,39 @@ class Dialogs:
         except StopIteration:
             self._data_is_over = True
             return
-        if opening.error is not None:
-            raise opening.error
-        try:
-            self.slots[slot] = Dialog.begun(slot, opening, self._chain())
-        except ValueError as error:
-            raise ValueError(f"{name_of(opening, 0)}: {error}") from error
+        self._begin(slot, opening)
 
-    def fill(self) -> None:
-        """Begin conversations where others have ended, in order of slots, whichever of them ended first."""
-        for slot in sorted(self._vacant):
-            self.open(slot)
-            if (dialog := self.slots[slot]) is not None:
-                dialog.id = self._cursor.fresh_id()
+    def _begin(self, slot: int, opening: Opening, number: int = -1) -> None:
+        """A conversation at its first prompt, under the id of its trajectory; if it cannot begin, it has failed."""
+        error: EnvError | ValueError | None = opening.error
+        if error is None:
+            try:
+                dialog = self.slots[slot] = Dialog.begun(slot, opening, self._chain())
+                dialog.id = number
+                return
+            except ValueError as found:
+                error = ValueError(f"{name_of(opening, 0)}: {found}")
+                error.__cause__ = found
+        self.slots[slot] = dialog = Dialog(slot, replace(opening, error=None), self._chain(), number)
+        self.fail(dialog, error)
+
+    def fill(self, *, lacking: bool = False) -> None:
+        """Begin conversations where others have ended, in order of slots, whichever of them ended first.
+
+        Where all that are left have failed, they go on.
+
+        Args:
+            lacking: only where there is no turn to take.
+        """
+        while slots := [slot for slot in sorted(self._vacant) if not (lacking and self.rows[slot])]:
+            for slot in slots:
+                self.open(slot)
+                if (dialog := self.slots[slot]) is not None and dialog.id < 0:
+                    dialog.id = self._cursor.fresh_id()
+            if self._failures.due:
+                return
+        if self.only_rest and not self.batch:
+            self.wake()
 
     def renew(self, slots: Iterable[int]) -> None:
         """End what is in progress, on purpose, and begin other conversations; where nothing was asked yet, it stays."""
@@ -153,6 +197,14 @@ class Dialogs:
 
     def keep(self, dialog: Dialog, ended: EndedTurn) -> None:
         """A turn is complete."""
+        turn = ended.turn
+        for hook in self.hooks:
+            hook(turn, dialog.memory)
+        if turn.done:  # perhaps by a hook
+            ended.ended = dialog.total, dialog.number
+            if turn.finish_reason is not FinishReason.ERROR:
+                self._failures.ended_well(turn.origin)
+        self._like = turn.extras
         if (trace := self._undelivered.trace) is not None:
             trace.turn(ended.turn, ended.id, seed=dialog.seed, total=dialog.total)
         row = self.row_of(dialog)
@@ -174,6 +226,102 @@ class Dialogs:
             gone |= {each.id: each.opening for each in self.row_of(dialog)}
             self.row_of(dialog).clear()
         self._undelivered.drop(gone.values())
+
+    # Those that fail ----------------------------------------------------------------------------------
+
+    def fail(self, dialog: Dialog, error: EnvError | PolicyError | ValueError) -> None:
+        """A conversation has failed: it is tried again, or what ``on_error`` says becomes of it.
+
+        With ``"raise"``, the error is due, and the conversation rests, as it was before.
+        """
+        origin, failures = dialog.opening.draw.origin, self._failures
+        self.asked.cancel([dialog])
+        dialog.asked = False
+        refused = isinstance(error, ValueError) and dialog.pending is None  # which it would be again
+        if not refused and failures.may_retry(origin) and (again := self._rewound(dialog)) is not None:
+            self._go_on(again)
+            return
+        failures.add(origin, error)
+        if failures.on_error == "mask":
+            if dialog.id < 0:
+                dialog.id = self._cursor.fresh_id()
+            self.keep(dialog, dialog.failed(self._engine, self._like))
+            return
+        if failures.on_error == "raise" and (again := self._rewound(dialog, far=True)) is not None:
+            again.rests = True
+            return
+        self._take_out(dialog, 0)
+        self._gone.add(origin)
+        self.slots[dialog.slot] = None
+        self._vacant.add(dialog.slot)
+        if failures.on_error == "raise":
+            self._cursor.begin_again([dialog.opening])  # which ends it: turns of it were delivered
+        else:
+            self._undelivered.leave_out(dialog.opening, error)
+
+    def _rewound(self, dialog: Dialog, *, far: bool = False) -> Dialog | None:
+        """A conversation that failed as it was before, in its slot; None: it cannot be.
+
+        Args:
+            dialog: the conversation.
+            far: its turns of this batch are taken out of it, if there is no other way.
+        """
+        slot, opening = dialog.slot, dialog.opening
+        if dialog.pending is None and dialog.chain.num_prompt:  # there was no answer
+            return dialog
+        state = None if not dialog.number or self._whole else dialog.before
+        if state is None and far and not self._whole:
+            state = self._marked.get(opening.draw.origin)
+        if state is not None:
+            self._take_out(dialog, state["number"])
+            self._put([state], Names(None))
+            return self.slots[slot]
+        if dialog.number and not self._whole and not (far and not self._cursor.was_delivered(opening)):
+            return None
+        self._take_out(dialog, 0)
+        number = self._cursor.fresh_id() if dialog.number or dialog.id < 0 else dialog.id
+        again = self.slots[slot] = Dialog(slot, opening, self._chain(), number)
+        return again
+
+    def _take_out(self, dialog: Dialog, number: int) -> None:
+        """Take turns of a conversation out of rows and batch, from a number on."""
+
+        def stays(each: EndedTurn | None) -> bool:
+            return each is None or each.id != dialog.id or each.turn.number < number
+
+        for row in self.rows:
+            kept = [each for each in row if stays(each)]
+            row.clear()
+            row.extend(kept)
+        if self._failures.on_error == "raise":  # whose batch is put together again
+            for turns in self.batch:
+                turns[:] = [each if stays(each) else None for each in turns]
+
+    def _go_on(self, dialog: Dialog) -> None:
+        dialog.rests = False
+        if dialog.is_untouched and not dialog.chain.num_prompt:
+            self._begin(dialog.slot, self._undelivered.load(dialog.slot, dialog.opening), dialog.id)
+
+    def delivered(self) -> None:
+        """See :meth:`InProgress.delivered`."""
+        self.wake()
+
+    def wake(self) -> None:
+        """Those that have failed go on."""
+        for dialog in list(self):
+            if dialog.rests:
+                self._go_on(dialog)
+
+    def raise_due(self) -> None:
+        """Raise the next error that is due, if there is one: all other conversations stay as they are."""
+        if self._failures.due:
+            self.intact = True
+            raise self._failures.due.popleft()
+
+    def raise_of_all(self, error: BaseException) -> None:
+        """Raise an error that is of no conversation, and leaves all as they are."""
+        self._failures.due.appendleft(error)
+        self.raise_due()
 
     def _clear(self) -> None:
         """Take all out of slots and rows."""
@@ -224,7 +372,8 @@ class Dialogs:
     def keep_before(self, dialog: Dialog) -> None:
         """Keep a conversation as it is before an answer, where its turn may not be complete when the batch is."""
         dialog.before = None
-        if dialog.number and not self._holds and (self._streams or self.row_of(dialog)):
+        may_be_left = self._streams or self._failures.retries or self.row_of(dialog)
+        if dialog.number and not self._holds and may_be_left:
             with suppress(Exception):  # the environment may fail in any way
                 dialog.before = dialog.state_dict(self._conversations.state(dialog.slot))
 
@@ -246,34 +395,53 @@ class Dialogs:
         """Conversations in slots and turns in rows; and what of it cannot be saved, see :attr:`Saved.lost`."""
         states: list[dict[str, Any]] = []
         lost: list[tuple[Opening, str]] = []
+        kept: dict[Origin, int] = {}  # turns of those that are not saved as they are
         for dialog in self:
             try:
                 states.append(self._saved(dialog, waits=waits))
             except Exception as error:
-                if not dialog.is_untouched:
+                if (state := self._marked.get(dialog.opening.draw.origin)) is not None:
+                    states.append(state)
+                    kept[dialog.opening.draw.origin] = state["number"]
+                elif not dialog.is_untouched:
                     lost.append((dialog.opening, f"{type(error).__name__}: {error}"))
-        gone = {opening.draw.origin for opening, _ in lost}
-        return states, [[each for each in row if each.opening.draw.origin not in gone] for row in self.rows], lost
+                    kept[dialog.opening.draw.origin] = 0
+        rows = [
+            [each for each in row if each.turn.number < kept.get(each.opening.draw.origin, math.inf)]
+            for row in self.rows
+        ]
+        return states, rows, lost
 
     def mark(self) -> Mark:
         """Where they are, for :meth:`go_back`; a batch begins."""
-        self.batch = []
+        self.batch, self._gone, self.intact = [], set(), False
         if self._holds:  # nothing of a conversation in progress was taken
             return Mark([], [list(row) for row in self.rows], list(self._undelivered.again), self.batch)
         states, rows, _ = self._left(waits=False)
         begun = [state for state in states if state["number"]]  # the others begin again
+        self._marked = {state["opening"].draw.origin: state for state in begun}
         return Mark(begun, rows, list(self._undelivered.again), self.batch)
 
+    def take_batch(self) -> Times:
+        """The turns of the batch, which is complete."""
+        times, self.batch, self._marked = self.batch, [], {}
+        return times
+
     def go_back(self, mark: Mark, *, keeps: bool) -> list[Opening]:
-        """See :meth:`InProgress.go_back`; turns that were taken since are taken again."""
+        """See :meth:`InProgress.go_back`; turns that were taken since are taken again, unless they are as they were."""
+        if self.intact:
+            for place, row in enumerate(self.rows):
+                row.extendleft(each for turns in reversed(self.batch) if (each := turns[place]) is not None)
+            self.batch.clear()
+            return []
         since = [*mark.again, *self._openings(mark.batch), *self._undelivered.again]
         mark.batch.clear()
         self._undelivered.again.clear()
         self._clear()
         for row, turns in zip(self.rows, mark.rows, strict=True):
-            row.extend(turns)
-        self._put(mark.states, Names(None))
-        kept = {each["opening"].draw.origin for each in mark.states}
+            row.extend(each for each in turns if each.opening.draw.origin not in self._gone)
+        self._put([each for each in mark.states if each["opening"].draw.origin not in self._gone], Names(None))
+        kept = self._gone | {each["opening"].draw.origin for each in mark.states}
         kept |= {each.opening.draw.origin for each in itertools.chain(*self.rows)}
         return [opening for opening in since if opening.draw.origin not in kept]
 

@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from rollwright.collectors.core import Path
+from rollwright.collectors.core import NothingLeft, Path
 from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor
 from rollwright.collectors.rollout.paths.conversations.exchange import Exchange
+from rollwright.collectors.rollout.paths.conversations.failures import Failures
 from rollwright.collectors.rollout.paths.conversations.records import RecordMaker
 from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
 from rollwright.collectors.rollout.paths.parts import PathParts
@@ -71,12 +72,16 @@ class TurnPath(Path):
         ).new
         assert parts.cursor is not None
         self.cursor = parts.cursor
-        self._dialogs = Dialogs(conversations, chain, streams=streams, whole=whole, cursor=self.cursor)
+        failures = Failures(parts.options, lambda: self.cursor.undelivered.failed)
+        self._dialogs = Dialogs(
+            conversations, chain, engine, streams=streams, whole=whole, cursor=self.cursor, failures=failures
+        )
+        self._dialogs.hooks = hooks()
         if parts.options.trace is not None:
             facts = {name: getattr(engine, name) for name in ("max_length", "vocab_size", "end_ids")}
             facts |= {"log_prob_mode": engine.sampling.log_prob_mode}
             self.cursor.undelivered.trace = TraceWriter(parts.options.trace, facts, str(parts.options.worker_idx or 0))
-        self._exchange = Exchange(conversations, engine, self._dialogs, hooks=hooks())
+        self._exchange = Exchange(conversations, engine, self._dialogs, failures)
         flat = parts.options.flatten_data and not whole  # else the delivery needs the rows
         self._records = RecordMaker(layout, parts.env.batch_size, flat=flat, streams=streams)
         self._ended: list[tuple[float, int]] = []
@@ -84,7 +89,7 @@ class TurnPath(Path):
 
     def check(self) -> None:
         """See :meth:`Path.check`: transforms may have been added."""
-        self._exchange.hooks = self._find_hooks()
+        self._dialogs.hooks = self._find_hooks()
 
     # The conversations --------------------------------------------------------------------------
 
@@ -150,7 +155,8 @@ class TurnPath(Path):
         if random:
             raise NotNative("random actions are no answers of an engine")
         self.cursor.begin(self._dialogs.mark())
-        self._dialogs.fill()  # where that fails, the others go on
+        self._dialogs.fill()
+        self._dialogs.raise_due()
 
     def act(self, t: int) -> None:
         """See :meth:`Path.act`: answers to all prompts that a turn is to be taken of; of a stream, the next ones."""
@@ -167,10 +173,22 @@ class TurnPath(Path):
         else:
             self._exchange.complete_each()
         self._dialogs.fill()
+        self._dialogs.raise_due()
+
+    @property
+    def goes_on(self) -> bool:
+        """See :attr:`Path.goes_on`."""
+        return self._dialogs.intact
+
+    @property
+    def ends_here(self) -> bool:
+        """See :attr:`Path.ends_here`: also where all that go on have failed, and wait for the next batch."""
+        return self.cursor.is_over or self._dialogs.only_rest
 
     def record(self, t: int) -> None:
         """See :meth:`Path.record`."""
-        self._dialogs.batch.append([row.popleft() if row else None for row in self._dialogs.rows])
+        if any(self._dialogs.rows):
+            self._dialogs.batch.append([row.popleft() if row else None for row in self._dialogs.rows])
 
     def frame(self, t: int) -> TensorDictBase:
         """See :meth:`Path.frame`."""
@@ -178,7 +196,9 @@ class TurnPath(Path):
 
     def finish(self, steps: int) -> TensorDictBase:
         """See :meth:`Path.finish`."""
-        times, self._dialogs.batch = self._dialogs.batch, []
+        if not self._dialogs.batch:
+            self._dialogs.raise_of_all(NothingLeft())
+        times = self._dialogs.take_batch()
         taken = [each for turns in times for each in turns if each is not None]
         self.frames_taken = len(taken)
         ended = {each.id: each.opening for each in taken if each.ended is not None}
