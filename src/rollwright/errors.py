@@ -7,7 +7,8 @@
     ├── EnvError (RuntimeError)           an environment that raised or broke its contract
     │   └── EnvKeyError (KeyError)        ... by leaving an entry out
     ├── PolicyError (RuntimeError)        a policy that raised or broke its contract
-    │   └── PolicyKeyError (KeyError)     ... by leaving an entry out
+    │   ├── PolicyKeyError (KeyError)     ... by leaving an entry out
+    │   └── EngineLostError               ... whose engine of a language model is gone, or has unknown weights
     ├── WorkerError (RuntimeError)        what went wrong in another process, with its traceback
     │   └── ServiceLostError              ... a replay service that is gone for good
     ├── RemoteTraceback                   ... that traceback, as the cause of the error
@@ -28,6 +29,7 @@ from typing import Any
 
 __all__ = [
     "DamagedFileError",
+    "EngineLostError",
     "EnvError",
     "EnvKeyError",
     "MissingExtraError",
@@ -71,6 +73,10 @@ class PolicyKeyError(PolicyError, KeyError):
     """A policy left out an entry that the environment needs."""
 
     __str__ = Exception.__str__
+
+
+class EngineLostError(PolicyError):
+    """An engine of a language model is gone, or did not take new weights; the message names it."""
 
 
 class WorkerError(RollwrightError, RuntimeError):

@@ -49,13 +49,14 @@ from rollwright.modules.tensordict_module import (
 )
 
 if TYPE_CHECKING:
-    from rollwright.modules.llm import TransformersWrapper, vLLMWrapper
+    from rollwright.modules.llm import AsyncVLLM, TransformersWrapper, vLLMWrapper
 
 __all__ = [
     "Actor",
     "ActorValueOperator",
     "AddStateIndependentNormalScale",
     "AdditiveGaussianModule",
+    "AsyncVLLM",
     "Delta",
     "EGreedyModule",
     "ExplorationType",
@@ -94,7 +95,7 @@ __all__ = [
     "vLLMWrapper",
 ]
 
-_LANGUAGE_MODELS = ("TransformersWrapper", "vLLMWrapper")  # imported when they are asked for
+_LANGUAGE_MODELS = ("AsyncVLLM", "TransformersWrapper", "vLLMWrapper")  # imported when they are asked for
 
 if not TYPE_CHECKING:  # so that type checkers refuse names that are not above
 

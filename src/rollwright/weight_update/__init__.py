@@ -12,6 +12,7 @@ from rollwright.weight_update.schemes import (
     RayWeightSyncScheme,
     RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
+    VLLMWeightSyncScheme,
     WeightSyncScheme,
 )
 from rollwright.weight_update.updaters import (
@@ -34,6 +35,7 @@ __all__ = [
     "RemoteModuleWeightUpdater",
     "RemoteWeightsUpdaterBase",
     "SharedMemWeightSyncScheme",
+    "VLLMWeightSyncScheme",
     "VanillaWeightUpdater",
     "WeightSyncScheme",
     "WeightUpdaterBase",

@@ -75,7 +75,8 @@ class WeightSyncScheme:
             backend: ``"none"`` or ``"direct"``: :class:`NoWeightSyncScheme`; ``"shared"`` or ``"thread"``:
                 :class:`SharedMemWeightSyncScheme`; ``"process"`` or ``"multiprocessing"``:
                 :class:`MultiProcessWeightSyncScheme`; ``"distributed"``: :class:`DistributedWeightSyncScheme`;
-                ``"rpc"``: :class:`RPCWeightSyncScheme`; ``"ray"``: :class:`RayWeightSyncScheme`.
+                ``"rpc"``: :class:`RPCWeightSyncScheme`; ``"ray"``: :class:`RayWeightSyncScheme`; ``"vllm"``:
+                :class:`VLLMWeightSyncScheme`.
             **kwargs: for it.
 
         Raises:
@@ -461,6 +462,34 @@ class RayWeightSyncScheme(SharedMemWeightSyncScheme, backends=("ray",)):
                 "weight_sync_schemes={'policy': scheme}, which brings the weights there."
             )
         return super().__getstate__()
+
+
+class VLLMWeightSyncScheme(SharedMemWeightSyncScheme, backends=("vllm",)):
+    """Weights for engines of vLLM: a publication is copied once for all workers, and each gives it to its engine.
+
+    The engine knows how its weights travel: by file, or from GPU to GPU by vLLM's own transfer; see
+    :class:`~rollwright.modules.llm.AsyncVLLM`. A collector does the same without a scheme.
+
+    Args:
+        strategy: see :class:`WeightSyncScheme`.
+        master_address, master_port, gpus_per_replica, num_replicas: for programs that name them: engines agree about
+            addresses by themselves, and know their GPUs.
+
+    Example:
+        >>> WeightSyncScheme.from_backend("vllm", gpus_per_replica=1)
+        VLLMWeightSyncScheme(strategy='state_dict')
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy = "state_dict",
+        *,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        gpus_per_replica: int = 1,
+        num_replicas: int = 1,
+    ) -> None:
+        super().__init__(strategy)
 
 
 _DEFAULT = SharedMemWeightSyncScheme(strategy="state_dict")

@@ -236,6 +236,46 @@ class RemoteModuleWeightUpdater(RemoteWeightsUpdaterBase):
     """Publishes weights that are passed, and knows no others: for workers that make their policies themselves."""
 
 
+class vLLMUpdater(RemoteModuleWeightUpdater):
+    """Gives the engines of a collector, such as those of vLLM, the weights that are passed.
+
+    Args:
+        master_address, master_port, model_metadata, vllm_tp_size: for programs that name them; the engine knows how
+            weights reach its processes, and checks their names and shapes.
+    """
+
+    def __init__(
+        self,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        model_metadata: Any = None,
+        vllm_tp_size: int | None = None,
+    ) -> None:
+        super().__init__()
+
+
+class vLLMUpdaterV2(RemoteModuleWeightUpdater):
+    """Gives an engine the weights that are passed; through a collector, where it is registered in one.
+
+    Args:
+        vllm_engine: has ``update_weights(weights)``.
+    """
+
+    def __init__(self, vllm_engine: Any) -> None:
+        if not hasattr(vllm_engine, "update_weights"):
+            raise TypeError(
+                f"vllm_engine: expected an engine with update_weights(), got {type(vllm_engine).__name__}. Pass an "
+                "AsyncVLLM."
+            )
+        self.vllm_engine = vllm_engine
+
+    def _sync_weights_with_worker(self, *, worker_id: Worker | None = None, server_weights: Any) -> None:
+        if self.collector is None:
+            self.vllm_engine.update_weights(server_weights)
+        else:
+            super()._sync_weights_with_worker(worker_id=worker_id, server_weights=server_weights)
+
+
 def check_updater(name: str, updater: Any) -> Any:
     """Check a ``weight_updater``, and return it; what a function makes is checked when it is made.
 

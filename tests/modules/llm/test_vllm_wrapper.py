@@ -1,111 +1,100 @@
-"""The wrapper of vLLM, on a stand-in with vLLM's names."""
+"""The wrapper of vLLM, around an engine on a service; tests/modules/llm/serving/test_on_vllm.py has those of vLLM."""
 
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
-from tests.llm_models import model, tokenizer
+from tests.llm_models import tokenizer
+from tests.modules.llm.serving.services import LocalService, lively
 
-from rollwright.data.llm.turns import FinishReason
+from rollwright.collectors.llm import LLMCollector, vLLMUpdater, vLLMUpdaterV2
+from rollwright.envs.llm import LLMEnv
 from rollwright.errors import MissingExtraError
-from rollwright.modules.llm import Request, vLLMWrapper
+from rollwright.modules.llm import AsyncVLLM, TransformersEngine, vLLMWrapper
+from rollwright.modules.llm.engine import Sampling
+from rollwright.modules.llm.sampling import token_log_probs
+from rollwright.modules.llm.serving.async_engine import AsyncEngine
+from rollwright.weight_update import VLLMWeightSyncScheme
 
 pytestmark = pytest.mark.llm
 
 
-class SamplingParams:
-    def __init__(self, **kwargs: Any) -> None:
-        self.__dict__.update(kwargs)
-
-
-class LLM:
-    """Answers with the prompt's last token + 1, + 2, and so on; checks what it gets."""
-
-    def __init__(self, model: str = "", logprobs_mode: str = "processed_logprobs") -> None:
-        config = SimpleNamespace(max_model_len=32, get_vocab_size=lambda: 400, logprobs_mode=logprobs_mode)
-        self.llm_engine = SimpleNamespace(model_config=config)
-        self.calls: list[int] = []
-        self.loaded: list[str] = []
-
-    def get_tokenizer(self) -> Any:
-        return tokenizer()
-
-    def generate(self, prompts: list[Any], params: list[SamplingParams], use_tqdm: bool) -> list[Any]:
-        self.calls.append(len(prompts))
-        outputs = []
-        for prompt, how in zip(prompts, params, strict=True):
-            assert how.logprobs == 0
-            assert how.top_k == -1
-            assert how.n == 1
-            assert isinstance(how.seed, int)
-            ids = [prompt["prompt_token_ids"][-1] + place + 1 for place in range(how.max_tokens)]
-            steps = [{token: SimpleNamespace(logprob=-0.5)} for token in ids]
-            outputs.append(
-                SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=steps, finish_reason="length")])
-            )
-        return outputs
-
-    def apply_model(self, function: Any) -> None:
-        function(SimpleNamespace(load_weights=lambda pairs: self.loaded.extend(key for key, _ in pairs)))
-
-
-@pytest.fixture
-def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM, SamplingParams=SamplingParams))  # type: ignore[arg-type]
+def policy() -> vLLMWrapper:
+    return vLLMWrapper(AsyncEngine(LocalService(lively())), generate_kwargs={"max_new_tokens": 3})
 
 
 def test_without_vllm_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # type: ignore[arg-type]
-    with pytest.raises(MissingExtraError, match="pip install vllm"):
-        vLLMWrapper("any")
+    for made in (vLLMWrapper, AsyncVLLM):
+        with pytest.raises(MissingExtraError, match="pip install vllm"):
+            made("any")
 
 
-@pytest.mark.usefixtures("_vllm")
 def test_prompts_are_tokens_and_the_record_is_that_of_transformers() -> None:
-    llm = LLM()
-    policy = vLLMWrapper(llm, generate_kwargs={"max_new_tokens": 3}, policy_version=5)
-    td = policy(TensorDict({"text": TensorDict({"prompt": NonTensorStack("hello", "two plus")}, [2])}, [2]))
-    assert llm.calls == [2]
+    wrapper = policy()
+    wrapper.engine.version = 5
+    td = wrapper(TensorDict({"text": TensorDict({"prompt": NonTensorStack("hello", "two plus")}, [2])}, [2]))
     for row, text in zip(td.unbind(0), ("hello", "two plus"), strict=True):
         ids = tokenizer()(text)["input_ids"]
-        assert row["tokens", "full"].tolist() == [*ids, *(ids[-1] + place for place in (1, 2, 3))]
-        assert row["log_probs", "response"].tolist() == [-0.5] * 3
+        response = row["tokens", "response"]
+        assert row["tokens", "full"].tolist() == [*ids, *response.tolist()]
+        with torch.no_grad():
+            logits = lively()(row["tokens", "full"][None]).logits[0, len(ids) - 1 : -1]
+        assert torch.allclose(row["log_probs", "response"], token_log_probs(logits, response, Sampling()), atol=1e-5)
         assert row["tokens", "policy_version"].tolist() == [5] * 3
         assert row["finish_reason"] == "length"
+    wrapper.engine.close()
 
 
-@pytest.mark.usefixtures("_vllm")
-def test_the_engine_keeps_the_contract() -> None:
-    llm = LLM()
-    engine = vLLMWrapper(llm, generate_kwargs={"max_new_tokens": 3}).engine
-    engine.submit([Request(key, torch.tensor([9]), key) for key in range(3)])
-    assert engine.results(0) == []
-    engine.cancel([1])
-    assert [(c.key, c.finish_reason) for c in engine.results(0)] == [(1, FinishReason.CANCELLED)]
-    assert [c.key for c in engine.results()] == [0, 2]
-    engine.update_weights(model())
-    assert engine.version == 1
-    assert "lm_head.weight" in llm.loaded
-    with pytest.raises(ValueError, match="outside the vocabulary of 400"):
-        engine.submit([Request(0, torch.tensor([400]), 0)])
-    engine.pause()
-    engine.submit([Request(0, torch.tensor([9]), 0)])
-    with pytest.raises(RuntimeError, match="it is paused"):
-        engine.results()
-    engine.close()
-    assert engine.results()[0].finish_reason is FinishReason.CANCELLED
-
-
-@pytest.mark.usefixtures("_vllm")
 def test_wrong_arguments_are_errors() -> None:
-    with pytest.raises(ValueError, match=r"needs vllm\.LLM"):
-        vLLMWrapper(LLM(), log_prob_mode="raw")
     with pytest.raises(ValueError, match="generate: expected True"):
-        vLLMWrapper(LLM(), generate=False)
-    with pytest.raises(TypeError, match=r"expected a vllm\.LLM"):
+        vLLMWrapper("any", generate=False)
+    with pytest.raises(TypeError, match=r"expected the name of a model or a vLLM AsyncLLM, got object. A vllm\.LLM"):
         vLLMWrapper(object())
+    engine = TransformersEngine(lively(), tokenizer=tokenizer())
+    with pytest.raises(TypeError, match="generate_kwargs: expected None beside a TransformersEngine"):
+        vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 3})
+    with pytest.raises(TypeError, match="engine_args: expected only with the name of a model"):
+        vLLMWrapper(engine, engine_args={"dtype": "float32"})
+    with pytest.raises(ValueError, match="num_replicas: expected at least 1, got 0"):
+        AsyncVLLM.from_pretrained("any", num_replicas=0)
+    with pytest.raises(TypeError, match="vllm_engine: expected an engine"):
+        vLLMUpdaterV2(3)
+
+
+def env() -> LLMEnv:
+    rows = [{"text": "one"}, {"text": "two"}]
+    return LLMEnv.from_dataloader(rows, tokenizer=tokenizer(), batch_size=1, epochs=None)
+
+
+def versions(batch: Any) -> set[int]:
+    return {int(version) for row in batch.reshape(-1).unbind(0) for version in row["tokens_policy_version"]}
+
+
+@pytest.mark.parametrize("how", ["directly", "scheme", "updater", "updater of an engine"])
+def test_new_weights_reach_the_engine(how: str) -> None:
+    options: dict[str, Any] = {"dialog_turns_per_batch": 2, "track_policy_version": True}
+    if how == "scheme":  # there are workers
+        options |= {"weight_sync_schemes": {"policy": VLLMWeightSyncScheme()}, "num_collectors": 2}
+    if how == "updater":
+        options["weight_updater"] = vLLMUpdater()
+    if how == "updater of an engine":
+        options["weight_updater"] = vLLMUpdaterV2(AsyncEngine(LocalService(lively())))
+    other = lively(1)
+    with LLMCollector(env, policy_factory=policy, **options) as collector:
+        assert versions(collector.next()) == {0}
+        version = collector.update_policy_weights_(other)
+        for _ in range(4):  # batches of workers that were collected before
+            batch = collector.next()
+            if versions(batch) == {version}:
+                break
+        assert versions(batch) == {version}
+        for row in batch.reshape(-1).unbind(0):
+            tokens, response = row["tokens"], row["tokens_response"]
+            with torch.no_grad():
+                logits = other(tokens[None]).logits[0, len(tokens) - len(response) - 1 : -1]
+            assert torch.allclose(row["log_probs"], token_log_probs(logits, response, Sampling()), atol=1e-4)

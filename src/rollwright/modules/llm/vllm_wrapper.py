@@ -8,28 +8,33 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from rollwright.data.llm.turns import InputMode, LayoutName, LogProbMode
-from rollwright.modules.llm.engine import Engine
+from rollwright.modules.llm.engine import Engine, Sampling
 from rollwright.modules.llm.sampling import sampling_of
-from rollwright.modules.llm.vllm_engine import VLLMEngine, import_vllm
+from rollwright.modules.llm.serving.async_engine import AsyncEngine
+from rollwright.modules.llm.serving.vllm import AsyncVLLM
 from rollwright.modules.llm.wrapper import EngineWrapper, Keys, template_of
 
 
 class vLLMWrapper(EngineWrapper):
-    """A ``vllm.LLM``: generates responses. Needs vLLM: ``pip install vllm`` (Linux, with a GPU).
+    """A language model of vLLM: generates responses. Needs vLLM: ``pip install vllm`` (Linux, with a GPU).
 
     It reads and writes what :class:`TransformersWrapper` with ``generate=True`` does; log-probabilities of given tokens
-    come from that class. vLLM is not part of rollwright's own tests: these run it on a stand-in with vLLM's names.
+    come from that class. ``update_policy_weights_()`` of a collector gives vLLM the weights of the model of
+    transformers that is trained.
 
     Args:
-        model: a ``vllm.LLM``, or the name or directory of a model for it.
+        model: the name or directory of a model, which starts vLLM in a process of its own; an ``AsyncLLM``; or an
+            engine, such as :class:`AsyncVLLM`.
         tokenizer: None: that of ``model``.
         generate: True.
+        engine_args: of vLLM's ``AsyncEngineArgs``, where ``model`` is a name.
 
     All others are those of :class:`TransformersWrapper`.
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        ValueError: ``generate=False``, or an argument has no such value; ``log_prob_mode`` is not that of the ``LLM``.
+        TypeError: ``model`` is something else, such as a ``vllm.LLM``, which answers in batches only.
+        ValueError: ``generate=False``, or an argument has no such value; ``log_prob_mode`` is not that of ``model``.
     """
 
     def __init__(
@@ -51,19 +56,23 @@ class vLLMWrapper(EngineWrapper):
         record_layout: LayoutName | None = None,
         keys: Keys | None = None,
         policy_version: int | str = 0,
+        engine_args: Mapping[str, Any] | None = None,
     ) -> None:
-        vllm = import_vllm()
         if not generate:
             raise ValueError(
                 "generate: expected True; log-probabilities of given tokens come from TransformersWrapper."
             )
-        if isinstance(model, str):
-            mode = {"sampled": "processed_logprobs", "raw": "raw_logprobs"}.get(log_prob_mode, log_prob_mode)
-            model = vllm.LLM(model, logprobs_mode=mode)
         sampling = sampling_of(dict(generate_kwargs or {}), log_prob_mode=log_prob_mode)
-        engine = VLLMEngine(model, sampling=sampling, tokenizer=tokenizer, version=policy_version)
+        if isinstance(model, Engine):
+            engine = _with_sampling(model, sampling, given=generate_kwargs is not None)
+            if engine_args:
+                raise TypeError("engine_args: expected only with the name of a model, got an engine beside it.")
+        else:
+            engine = AsyncVLLM(
+                model, tokenizer=tokenizer, sampling=sampling, version=policy_version, **(engine_args or {})
+            )
         super().__init__(
-            tokenizer=engine.tokenizer,
+            tokenizer=engine.tokenizer if tokenizer is None else tokenizer,
             input_mode=input_mode,
             keys=keys or Keys(),
             record_layout=record_layout,
@@ -72,7 +81,7 @@ class vLLMWrapper(EngineWrapper):
             num_samples=num_samples,
             inplace=num_samples is None if inplace is None else inplace,
             template=template_of(chat_template_kwargs, chat_template, chat_template_name),
-            sampling=sampling,
+            sampling=engine.sampling,
         )
         self.generate = True
         self._engine = engine
@@ -86,3 +95,15 @@ class vLLMWrapper(EngineWrapper):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Generate; see :meth:`TransformersWrapper.forward`."""
         return self.answer(tensordict)
+
+
+def _with_sampling(engine: Engine, sampling: Sampling, *, given: bool) -> Engine:
+    """An engine that samples as a wrapper says; as it did where the wrapper says nothing."""
+    if given and sampling != engine.sampling:
+        if not isinstance(engine, AsyncEngine):
+            raise TypeError(
+                f"generate_kwargs: expected None beside a {type(engine).__name__}, which has its own sampling. Pass "
+                "them to the engine."
+            )
+        engine.sample_with(sampling)
+    return engine
