@@ -16,7 +16,7 @@ NUMBER = re.compile(r"\d+\.\d+")
 
 def read_table(text: str) -> tuple[list[str], dict[str, list[float | None]]]:
     """The sides, and the medians of each case that other packages have run, too; None: it was not measured."""
-    section = text.split("\n## One run", 1)[1].split("\n## ", 1)[0]
+    section = text.split("\n## Compare with other libraries", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     (_, _, *sides), _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     medians = {case: [NUMBER.match(cell) for cell in cells] for case, _, *cells in rows}
