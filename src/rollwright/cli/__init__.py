@@ -1,4 +1,4 @@
-"""The command line: ``rollwright collect``, ``inspect``, ``bench`` and ``join``.
+"""The command line: ``rollwright collect``, ``inspect``, ``bench``, ``join``, ``chat-collect`` and ``chat-check``.
 
 Nothing heavy is imported before the arguments are understood, so that ``--help`` is quick.
 """
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse leaves this way, after --help too
         return int(stop.code or 0)
     try:
-        command = importlib.import_module(f"rollwright.cli.{arguments.command}")
+        command = importlib.import_module(f"rollwright.cli.{arguments.command.replace('-', '.')}")
         status = int(command.run(arguments))
         print(end="", flush=True)  # where the reader of a pipe has left, the error comes here, and not after the end
         return status

@@ -19,6 +19,7 @@ from rich.text import Text
 from rollwright.cli.errors import plain
 
 _SECONDS_BETWEEN_LINES = 2.0
+_States = Callable[[Mapping[str, Any], int, bool], str]
 
 
 def count(number: int, noun: str) -> str:
@@ -47,6 +48,7 @@ class Console:
         self._rich = RichConsole(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._total = 0
+        self._state: _States = _state
         self._last_line = -float("inf")
 
     def line(self, text: str) -> None:
@@ -67,14 +69,17 @@ class Console:
         print(text, file=sys.stderr, flush=True)
 
     @contextmanager
-    def progress(self, total: int, below: Callable[[], RenderableType] | None = None) -> Iterator[None]:
+    def progress(
+        self, total: int, below: Callable[[], RenderableType] | None = None, state: _States | None = None
+    ) -> Iterator[None]:
         """Show progress towards ``total`` frames in the ``with`` block, fed by :meth:`update`.
 
         Args:
             total: number of frames.
             below: what to show below the bar on a terminal; called some times a second, in another thread.
+            state: says how a collection stands, of stats, total, and whether it is to be short; None: in frames.
         """
-        self._total = total
+        self._total, self._state = total, state or _state
         bar: AbstractContextManager[Any] = nullcontext()
         if self._rich.is_terminal and not self.quiet:
             columns = (BarColumn(bar_width=12), _State(), TimeRemainingColumn())
@@ -92,13 +97,13 @@ class Console:
     def update(self, stats: Mapping[str, Any]) -> None:
         """Show what ``collector.stats()`` reports: on a terminal at once, else in a line every few seconds."""
         if self._progress is not None:
-            state = _state(stats, self._total, short=True)
+            state = self._state(stats, self._total, True)
             self._progress.update(self._progress.task_ids[0], completed=stats["frames"], state=state)
             return
         now = time.monotonic()
         if now - self._last_line >= _SECONDS_BETWEEN_LINES or stats["frames"] >= self._total:
             self._last_line = now
-            self.line(_state(stats, self._total))
+            self.line(self._state(stats, self._total, False))
 
     @contextmanager
     def warnings_as_lines(self) -> Iterator[None]:
@@ -126,7 +131,7 @@ class _State(ProgressColumn):
         return Text(task.fields["state"])
 
 
-def _state(stats: Mapping[str, Any], total: int, *, short: bool = False) -> str:
+def _state(stats: Mapping[str, Any], total: int, short: bool) -> str:
     """How a collection stands; ``short`` leaves room for a bar in 80 columns."""
     rate, mean = stats["frames_per_second"] or 0, stats["mean_return"]
     per_second, name = ("/s", "return") if short else (" frames/s", "mean return")

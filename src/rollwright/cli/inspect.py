@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, leaf_keys
+from rollwright.cli.chat.view import inspect_trace
 from rollwright.cli.checks import Finding, check_frames
 from rollwright.cli.errors import Failure, plain
 from rollwright.cli.opening import Found, open_frames
 from rollwright.data.datasets import Episodes, episodes_of
+from rollwright.data.llm.trace import Trace
 from rollwright.errors import MissingExtraError, require
 
 _BARS = 24  # of a histogram
@@ -27,6 +29,8 @@ _MOST_POINTS = 20_000  # of a curve
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report, and draw the picture where one is asked for; returns the exit status."""
+    if Trace.is_in(arguments.path):
+        return inspect_trace(arguments)
     found = open_frames(arguments.path, allow_pickle=arguments.allow_pickle)
     frames = found.frames
     findings = _check(found) if arguments.check else []

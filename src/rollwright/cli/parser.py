@@ -49,6 +49,36 @@ Show what a dataset or a saved replay buffer holds: entries, episodes, lengths a
   is_init marks first steps and no others; step_count begins at 0 and leaves out no number
 """
 
+_CHAT_COLLECT = """\
+Collect conversations of a language model about prompts, into a folder.
+
+Each conversation is written as it happens, and what was written survives a kill: the same command goes on where it was,
+and collects each prompt once. Ctrl-C ends the collection after the next conversation; a second one ends it at once.
+
+rollwright inspect DIR shows the conversations, with what the model wrote in colour; rollwright.data.llm.Trace reads
+them.
+"""
+
+_CHAT_EXAMPLE = """\
+engines:
+  transformers      the model runs in this process, or in each worker (the default)
+  vllm              vLLM runs it; needs vLLM
+  MODULE:FACTORY    a function without arguments that returns the policy, such as a TransformersWrapper
+
+example:
+  rollwright chat-collect --model models/tiny --data prompts.jsonl --reward rewards:right --output runs/first
+  rollwright inspect runs/first
+"""
+
+_CHAT_CHECK = """\
+Run an environment of conversations against a scripted model, and say what is wrong.
+
+ENV is MODULE:NAME: a class that is made from a row and has a method reply, or a function that makes a ChatEnv or an
+LLMEnv. It is run with answers that a model could write: none at all, long ones, control tokens, tool calls. Checked are
+what it returns, that it ends, that two conversations do not share anything, that it can be saved and sent to a worker,
+and how long it takes. The status is 1 where something is wrong; what is unusual and may be meant is a note.
+"""
+
 _BENCH = """\
 Measure a collector beside a loop written by hand, on this machine, for an environment.
 
@@ -76,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rollwright", description="Collects experience for reinforcement learning.")
     parser.add_argument("--version", action="version", version=f"rollwright {rollwright.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_collect, _add_inspect, _add_bench, _add_join):
+    for add in (_add_collect, _add_inspect, _add_bench, _add_join, _add_chat_collect, _add_chat_check):
         add(commands)
     return parser
 
@@ -129,7 +159,8 @@ def _add_inspect(commands: Any) -> None:
         "path",
         type=Path,
         metavar="PATH",
-        help="a dataset, a folder written by TensorDict.memmap, or a TensorDict written by torch.save",
+        help="a dataset, a folder written by TensorDict.memmap, a TensorDict written by torch.save, or a trace of "
+        "conversations",
     )
     parser.add_argument(
         "--check", action="store_true", help="test every frame; the status is 1 where something is wrong"
@@ -139,6 +170,44 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument(
         "--allow-pickle", action="store_true", help="load pickled objects, which can run any code: if you trust PATH"
     )
+
+    parser.add_argument(
+        "--conversations", type=_count, default=3, metavar="N", help="of a trace: how many to show (default 3)"
+    )
+    parser.add_argument("--prompt", type=int, metavar="N", help="of a trace: show those from this prompt of the data")
+
+
+def _add_chat_collect(commands: Any) -> None:
+    about = "collect conversations of a language model into a folder"
+    add = _command(commands, "chat-collect", about, _CHAT_COLLECT, _CHAT_EXAMPLE).add_argument
+    add("--model", metavar="DIR", help="folder or name of a model of transformers")
+    add("--data", type=Path, required=True, metavar="FILE", help="prompts: a file with a JSON object a line")
+    add("--reward", action="append", default=[], metavar="MODULE:FUNCTION", help="a reward function; may be repeated")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder of the conversations")
+    add("--engine", default="transformers", metavar="ENGINE", help="what runs the model, see below")
+    add("--env", metavar="MODULE:CLASS", help="an environment that replies; it is made from a row")
+    add("--tool", action="append", default=[], metavar="MODULE:FUNCTION", help="a tool; may be repeated")
+    add("--max-turns", type=_count, metavar="N", help="answers in a conversation at most")
+    add("--repeats", type=_count, default=1, metavar="N", help="conversations about each prompt (default 1)")
+    add("--batch", type=_count, default=8, metavar="N", help="conversations side by side (default 8)")
+    add("--workers", type=_count, metavar="N", help="collect in N processes (default: in this one)")
+    add("--max-new-tokens", type=_count, default=256, metavar="N", help="tokens of an answer at most (default 256)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="of sampling (default 1.0; 0: the most probable)")
+    add("--system-prompt", metavar="TEXT", help="content of a first message")
+    add("--text", action="store_true", help="prompts are read as they are, without the chat template")
+    add("--data-key", metavar="NAME", help="column of the prompt (default: query, prompt, messages or text)")
+    add("--seed", type=_seed, metavar="S", help="of order and samples (default: drawn, and written down)")
+    add("--quiet", action="store_true", help="print errors only")
+
+
+def _add_chat_check(commands: Any) -> None:
+    about = "run an environment of conversations against a scripted model"
+    add = _command(commands, "chat-check", about, _CHAT_CHECK).add_argument
+    add("env", metavar="ENV", help="MODULE:NAME of the environment")
+    add("--data", type=Path, metavar="FILE", help="rows: a file with a JSON object a line (default: one row, a query)")
+    add("--answers", type=Path, metavar="FILE", help="a file with an answer of the model a line, as JSON strings")
+    add("--max-turns", type=_count, default=20, metavar="N", help="answers in a conversation at most (default 20)")
+    add("--json", action="store_true", help="print JSON")
 
 
 def _add_bench(commands: Any) -> None:

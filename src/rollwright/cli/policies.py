@@ -49,7 +49,7 @@ def _from_factory(text: str) -> Any:
         raise Failure(
             f"--policy: expected random, MODULE:FACTORY (such as my_policies:make_policy) or FILE.pt2, got {text!r}."
         )
-    factory = _attribute(_import(module_name, text), module_name, attribute)
+    factory = _attribute(_import(module_name, text, "--policy"), module_name, attribute, "--policy")
     if not _is_factory(factory):
         raise Failure(
             f"--policy: {text} is of type {type(factory).__name__}, expected a function that returns the policy. Write "
@@ -72,7 +72,24 @@ def _from_factory(text: str) -> Any:
     return policy
 
 
-def _import(name: str, text: str) -> Any:
+def load_object(text: str, option: str, example: str) -> Any:
+    """What ``MODULE:NAME`` names; the module is found from the current folder.
+
+    Args:
+        text: of the command line.
+        option: it was given for.
+        example: for messages.
+
+    Raises:
+        Failure: there is no such module, or no such name in it.
+    """
+    module_name, colon, attribute = text.partition(":")
+    if not colon or not module_name or not attribute:
+        raise Failure(f"{option}: expected MODULE:NAME (such as {example}), got {text!r}.")
+    return _attribute(_import(module_name, text, option), module_name, attribute, option)
+
+
+def _import(name: str, text: str, option: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does; the console script leaves it out
     try:
@@ -80,25 +97,25 @@ def _import(name: str, text: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise Failure(
-                f"--policy: there is no module {error.name!r} (looked in {os.getcwd()} and among installed packages). "
+                f"{option}: there is no module {error.name!r} (looked in {os.getcwd()} and among installed packages). "
                 f"Check the name in {text!r}, without .py."
             ) from error
-        raise Failure(f"--policy: importing {name!r} failed: {brief(error)} (--debug shows where).") from error
+        raise Failure(f"{option}: importing {name!r} failed: {brief(error)} (--debug shows where).") from error
     except Exception as error:
-        raise Failure(f"--policy: importing {name!r} failed: {brief(error)} (--debug shows where).") from error
+        raise Failure(f"{option}: importing {name!r} failed: {brief(error)} (--debug shows where).") from error
 
 
 def _is_factory(found: Any) -> bool:
     return callable(found) and not isinstance(found, nn.Module)
 
 
-def _attribute(module: Any, module_name: str, path: str) -> Any:
+def _attribute(module: Any, module_name: str, path: str, option: str) -> Any:
     found = module
     for part in path.split("."):
         if not hasattr(found, part):
             public = [name for name, value in vars(module).items() if _is_factory(value) and not name.startswith("_")]
             raise Failure(
-                f"--policy: module {module_name!r} has no {path!r}. It has: {', '.join(public) or 'no functions'}."
+                f"{option}: module {module_name!r} has no {path!r}. It has: {', '.join(public) or 'no functions'}."
             )
         found = getattr(found, part)
     return found

@@ -25,7 +25,7 @@ from rollwright.data.llm.records import RecordLayout, record
 from rollwright.data.llm.turns import FinishReason, Message, Origin, Turn, turn_seed
 
 _FORMAT = 1
-_SUFFIX = ".jsonl"
+_SUFFIX = ".trace.jsonl"
 
 
 class _Prompt(NamedTuple):
