@@ -48,7 +48,7 @@ BUDGETS = {
     "_memory": (290, 290),
     "_processes": (1510, 1570),
     "_processes/network": (1370, 1330),
-    "cli": (1800, 1550),
+    "cli": (2300, 1980),
     "collectors": (2410, 2135),
     "collectors/clusters": (395, 310),
     "collectors/delivery": (1880, 1865),
