@@ -15,10 +15,12 @@ from rollwright.data.llm import Trace
 
 PROMPTS = 14
 MODULE = """
+from pathlib import Path
+
 from tests.collectors.llm.fakes import FakePolicy
 
 def make():
-    return FakePolicy(delay_s={delay_s})
+    return FakePolicy(delay_s=float(Path(__file__).with_name("delay").read_text()))
 
 def length(completions, completion_ids, **columns):
     return [float(len(tokens)) for tokens in completion_ids]
@@ -41,8 +43,10 @@ def chat(module, tmp_path, monkeypatch):
         "".join(json.dumps({"query": f"say {n}", "number": n}) + "\n" for n in range(PROMPTS))
     )
 
+    name = module(MODULE)
+
     def arguments(output, *more, delay_s=0.0):
-        name = module(MODULE.format(delay_s=delay_s))
+        (tmp_path / "delay").write_text(str(delay_s))
         given = ["chat-collect", "--data", tmp_path / "prompts.jsonl", "--output", output, "--text", "--repeats", 2]
         return [*given, "--engine", f"{name}:make", "--reward", f"{name}:length", "--env", f"{name}:Guess", *more]
 
@@ -95,7 +99,7 @@ def test_a_run_that_was_killed_goes_on_and_has_each_prompt_once(run, spawn, chat
     process.wait(30)
     killed = Trace.read(tmp_path / "run").conversations
     assert 0 < sum(bool(each.end) for each in killed) < 2 * PROMPTS
-    result = run(*chat(tmp_path / "run", *more, delay_s=0.005))
+    result = run(*chat(tmp_path / "run", *more))
     assert result.status == 0, result.err
     assert texts(tmp_path / "run") == texts(tmp_path / "whole")
 
@@ -109,7 +113,7 @@ def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(run, spawn, cha
     _, err = process.communicate(60)
     assert process.returncode == 130
     assert re.search(r"interrupted: \d+ of 28 conversations, .* the same command goes on", err)
-    result = run(*chat(tmp_path / "run", delay_s=0.005))
+    result = run(*chat(tmp_path / "run"))
     assert result.status == 0, result.err
     assert result.out.startswith("going on with 28 conversations")
     assert len(texts(tmp_path / "run")) == 2 * PROMPTS
