@@ -159,7 +159,7 @@ def test_a_write_that_fails_leaves_a_file_that_can_be_read(tmp_path: Path, monke
 
 def test_what_is_no_trace_is_an_error(tmp_path: Path) -> None:
     assert not Trace.is_in(tmp_path / "nothing")
-    with pytest.raises(ValueError, match=r"trace: expected a folder .* got .*nothing', which has no .jsonl files"):
+    with pytest.raises(ValueError, match=r"trace: expected a folder .* got .*nothing', which has no .trace.jsonl"):
         Trace.read(tmp_path / "nothing")
     TraceWriter(tmp_path, {}).turn(turns(1)[0], 0)
     [file] = tmp_path.iterdir()
