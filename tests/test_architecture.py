@@ -72,7 +72,7 @@ BUDGETS = {
     "modules": (2410, 2020),
     "modules/llm": (2700, 2380),
     "policies": (3095, 3015),
-    "testing": (2510, 2340),
+    "testing": (2800, 2580),
     "weight_update": (1360, 1290),
 }
 
