@@ -18,7 +18,8 @@ MOST_FILES = 15  # side by side in a folder, __init__.py not counted
 # and all below it, unless a longer one is listed; "=" before it: for the module alone.
 LAYERS = """
     =rollwright rollwright.errors rollwright._files rollwright._keys rollwright._interrupts rollwright._foreign\
-        rollwright._missing rollwright._options rollwright._seeding rollwright._tensors rollwright._warnings
+        rollwright._missing rollwright._options rollwright._seeding rollwright._tensors rollwright._video\
+        rollwright._warnings
     rollwright._memory
     rollwright._processes
     rollwright.data
@@ -27,14 +28,15 @@ LAYERS = """
     rollwright.policies
     rollwright.envs
     rollwright.collectors.core rollwright.collectors.options rollwright.collectors.delivery_options\
-        rollwright.collectors.arguments rollwright.collectors.profiling rollwright.collectors.report
+        rollwright.collectors.arguments rollwright.collectors.profiling rollwright.collectors.report\
+        rollwright.collectors.loggers
     rollwright.collectors.rollout
     rollwright.collectors.delivery
     rollwright.collectors.weights
     rollwright.collectors.workers
     rollwright.collectors.base rollwright.collectors.collector rollwright.collectors.collectors\
-        rollwright.collectors.factory rollwright.collectors.keywords rollwright.collectors.loggers\
-        rollwright.collectors.multi rollwright.collectors.utils
+        rollwright.collectors.factory rollwright.collectors.keywords rollwright.collectors.multi\
+        rollwright.collectors.observers rollwright.collectors.utils
     rollwright.collectors.evaluation rollwright.collectors.llm
     rollwright.collectors.clusters
     =rollwright.collectors rollwright.collectors.distributed
@@ -49,13 +51,14 @@ BUDGETS = {
     "_processes": (1510, 1570),
     "_processes/network": (1370, 1330),
     "cli": (2300, 1980),
-    "collectors": (2410, 2135),
+    "collectors": (2535, 2250),
     "collectors/clusters": (395, 310),
     "collectors/delivery": (1880, 1865),
     "collectors/evaluation": (1280, 1110),
     "collectors/llm": (460, 420),
+    "collectors/loggers": (380, 350),
     "collectors/rollout": (5920, 5760),
-    "collectors/workers": (3240, 3050),
+    "collectors/workers": (3250, 3055),
     "collectors/workers/remote": (1750, 1670),
     "data": (4160, 3710),
     "data/datasets": (690, 600),
@@ -68,7 +71,7 @@ BUDGETS = {
     "envs/llm": (3840, 3420),
     "envs/llm/agents": (870, 745),  # a server of its own, programs and their limits
     "envs/own": (565, 550),
-    "envs/transforms": (4140, 3875),
+    "envs/transforms": (4250, 3970),
     "modules": (2410, 2020),
     "modules/llm": (2700, 2380),
     "policies": (3095, 3015),

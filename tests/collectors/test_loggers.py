@@ -1,17 +1,24 @@
 from __future__ import annotations
 
+import csv
 import os
 import pickle
 import sys
+import threading
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import imageio.v3 as imageio
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.patience import patient
 
 from rollwright.collectors import Collector, Evaluator
-from rollwright.collectors.loggers import TensorBoardLogger
+from rollwright.collectors.loggers import CSVLogger, MLflowLogger, TensorBoardLogger, WandbLogger
+from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.envs import GymEnv
 from rollwright.errors import MissingExtraError
 
@@ -176,3 +183,223 @@ def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(MissingExtraError, match=r"pip install 'rollwright\[tensorboard\]'"):
         TensorBoardLogger(tmp_path)
+
+
+# The other loggers --------------------------------------------------------------------------------
+
+VIDEO = torch.arange(5 * 3 * 8 * 6, dtype=torch.int64).remainder(255).to(torch.uint8).reshape(5, 3, 8, 6)
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "progress.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def gif(data: bytes | Path):
+    return imageio.imread(data, extension=".gif", index=None)
+
+
+def test_csv_has_a_row_for_each_call_and_a_column_for_each_number(tmp_path):
+    with CSVLogger(tmp_path) as logger:
+        logger.log({"loss": 0.5, "who": "me"}, step=10)
+        logger.log({"loss": torch.tensor([0.25]), "accuracy": np.float32(0.5), "deep": {"x": [1, True]}}, step=20)
+        logger({"frames": 30, "mean_return": None})
+    rows = table(tmp_path)
+    assert [row["step"] for row in rows] == ["10", "20", "30"]
+    assert [row["loss"] for row in rows] == ["0.5", "0.25", ""]
+    assert [row["deep/x/1"] for row in rows] == ["", "1", ""]
+    assert rows[2]["collector/frames"] == "30"
+    assert "who" not in rows[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["progress.csv"]
+
+
+def test_csv_goes_on_in_the_file_of_an_earlier_run(tmp_path):
+    for step, values in ((1, {"loss": 3.0}), (2, {"accuracy": 0.5}), (3, {"loss": 1.0})):
+        with CSVLogger(tmp_path) as logger:
+            logger.log(values, step)
+    assert [(row["step"], row["loss"], row["accuracy"]) for row in table(tmp_path)] == [
+        ("1", "3.0", ""),
+        ("2", "", "0.5"),
+        ("3", "1.0", ""),
+    ]
+
+
+def test_csv_writes_what_several_threads_log_row_by_row(tmp_path):
+    with CSVLogger(tmp_path) as logger, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: logger.log({f"x{i % 7}": i}, step=i), range(100)))
+    rows = table(tmp_path)
+    assert sorted(int(row["step"]) for row in rows) == list(range(100))
+    assert all(row[f"x{int(row['step']) % 7}"] == row["step"] for row in rows)
+
+
+def test_csv_puts_videos_beside_its_table(tmp_path):
+    with CSVLogger(tmp_path, video_format="gif") as logger:
+        logger.log_video("run", VIDEO, step=7)
+        logger.log_video("two", torch.stack([VIDEO, VIDEO]).float() / 255, step=7, fps=5)
+    assert gif(tmp_path / "videos" / "run_7.gif").shape == (5, 8, 6, 3)
+    assert gif(tmp_path / "videos" / "two_7.gif").shape == (5, 8, 12, 3)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # of imageio
+def test_an_mp4_has_the_frames_that_were_logged(tmp_path):
+    pytest.importorskip("imageio_ffmpeg")
+    with CSVLogger(tmp_path, video_format="mp4") as logger:
+        logger.log_video("run", torch.full((5, 3, 32, 47), 200, dtype=torch.uint8))
+    frames = imageio.imread(tmp_path / "videos" / "run_0.mp4", index=None)
+    assert frames.shape == (5, 32, 48, 3)
+    assert abs(int(frames[2, 5, 5, 0]) - 200) < 8
+
+
+@needs_tensorboard
+def test_tensorboard_shows_a_video_as_an_image(tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    with TensorBoardLogger(tmp_path) as logger:
+        logger.log_video("run", VIDEO, step=7)
+    [file] = tmp_path.iterdir()
+    [event] = [event for event in LegacyEventFileLoader(str(file)).Load() if event.summary.value]
+    [value] = event.summary.value
+    assert (event.step, value.tag, value.image.height, value.image.width) == (7, "run", 8, 6)
+    assert gif(value.image.encoded_image_string).shape == (5, 8, 6, 3)
+
+
+@pytest.mark.filterwarnings("ignore")  # of wandb itself
+def test_wandb_has_a_run_with_the_numbers_and_a_video(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    with WandbLogger(tmp_path, mode="offline", config={"lr": 0.1}) as logger:
+        with Collector(GymEnv("CartPole-v1"), frames_per_batch=100, total_frames=200) as collector:
+            collector.log_to(logger)
+            for _ in collector:
+                pass
+        logger.log({"eval/reward": 3.0}, step=50)  # of an earlier place on the axis
+        logger.log_video("run", VIDEO, step=200)
+        found = dict(logger.run.summary)
+    assert found["collector/frames"] == 200
+    assert (found["eval/reward"], found["run"]["_type"]) == (3.0, "video-file")
+    [folder] = (tmp_path / "wandb").glob("offline-run-*")
+    assert [path.stat().st_size > 0 for path in folder.glob("run-*.wandb")] == [True]
+    [video] = folder.rglob("*.gif")
+    assert gif(video).shape == (5, 8, 6, 3)
+    wandb.teardown()  # ends its process
+
+
+@pytest.mark.filterwarnings("ignore")  # of mlflow itself
+def test_mlflow_has_a_run_with_the_numbers_and_a_video(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    with MLflowLogger(tmp_path, experiment="mine") as logger:
+        with Collector(GymEnv("CartPole-v1"), frames_per_batch=100, total_frames=200) as collector:
+            collector.log_to(logger)
+            for _ in collector:
+                pass
+        logger.log_video("a run", VIDEO, step=200)
+        run = logger.run_id
+    client = mlflow.MlflowClient(tracking_uri=tmp_path.as_uri())
+    history = client.get_metric_history(run, "collector/frames")
+    assert [(point.step, point.value) for point in history] == [(100, 100), (200, 200)]
+    assert client.get_run(run).info.status == "FINISHED"
+    assert [file.path.split(".")[0] for file in client.list_artifacts(run, "videos")] == ["videos/a run_200"]
+
+
+@pytest.mark.parametrize(("kind", "package"), [(WandbLogger, "wandb"), (MLflowLogger, "mlflow")])
+def test_a_missing_logger_is_named_with_the_command(tmp_path, monkeypatch, kind, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"{kind.__name__} needs.*pip install 'rollwright\[{package}\]'"):
+        kind(tmp_path)
+
+
+def test_what_is_no_video_is_refused(tmp_path):
+    logger = CSVLogger(tmp_path)
+    with pytest.raises(ValueError, match=r"frames: expected frames \[T, C, H, W\].*got shape \[5, 8, 6, 3\]"):
+        logger.log_video("run", VIDEO.permute(0, 2, 3, 1))
+    with pytest.raises(ValueError, match="video_format: expected 'mp4', 'gif' or None, got 'avi'"):
+        CSVLogger(tmp_path, video_format="avi")
+    with pytest.raises(TypeError, match="expected numbers by name, got int"):
+        logger.log(3)
+
+
+# Collectors that log --------------------------------------------------------------------------------
+
+
+class Memory:
+    """A logger of one's own."""
+
+    def __init__(self, listener=None):
+        self.points, self.broken, self.listener = [], False, listener
+
+    def log(self, values, step=None):
+        if self.broken:
+            raise OSError("the disk is full")
+        self.points.append((step, values))
+        if self.listener is not None:
+            self.listener(values)
+
+    def log_video(self, name, frames, step=None, fps=30.0):
+        raise NotImplementedError
+
+    def close(self):
+        raise NotImplementedError
+
+
+def cartpole():
+    return GymEnv("CartPole-v1")
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_collectors": 2, "sync": True}, {"num_collectors": 2, "sync": False}])
+def test_each_batch_that_is_delivered_is_a_point(workers):
+    logger = Memory()
+    with Collector(cartpole, frames_per_batch=100, total_frames=400, **workers) as collector:
+        collector.log_to(logger)
+        seen = [collector.stats() for _ in collector]
+    assert [step for step, _ in logger.points] == [stats["frames"] for stats in seen]
+    assert len(seen) == 4
+    last = logger.points[-1][1]
+    assert last["collector/mean_return"] == seen[-1]["mean_return"]
+    assert last["collector/episodes"] == seen[-1]["episodes"]
+    assert ("collector/workers/1/frames" in last) == bool(workers)
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_collectors": 2}])
+def test_batches_of_a_thread_are_points_too(workers):
+    ended = threading.Event()
+    logger = Memory(lambda values: ended.set() if values["frames"] >= 400 else None)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1_000), batch_size=8, shared=bool(workers))
+    with Collector(cartpole, frames_per_batch=100, total_frames=400, replay_buffer=buffer, **workers) as collector:
+        collector.log_to(logger, prefix="")
+        collector.start()
+        ended.wait(patient(20))
+    steps = [step for step, _ in logger.points]
+    assert steps == ([100, 200, 300, 400] if not workers else sorted(steps))  # workers go on in between
+    assert (len(steps), steps[-1]) == (4, 400)
+    assert logger.points[-1][1]["write_count"] == 400
+
+
+def test_seconds_between_points_leave_out_all_but_the_first_and_the_last():
+    logger = Memory()
+    with Collector(cartpole, frames_per_batch=50, total_frames=300) as collector:
+        collector.log_to(logger, every_s=1_000)
+        for _ in collector:
+            pass
+    assert [step for step, _ in logger.points] == [50, 300]
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_collectors": 2, "sync": True}])
+def test_a_batch_whose_logging_failed_is_delivered_next(workers):
+    logger = Memory()
+    with Collector(cartpole, frames_per_batch=50, total_frames=150, **workers) as collector:
+        collector.log_to(logger)
+        collector.next()
+        logger.broken = True
+        with pytest.raises(OSError, match="the disk is full"):
+            collector.next()
+        logger.broken = False
+        rest = [batch.numel() for batch in collector]
+    assert rest == [50, 50]
+    assert [step for step, _ in logger.points][-1] == 150
+
+
+def test_what_is_no_logger_is_refused():
+    with Collector(cartpole) as collector:
+        with pytest.raises(TypeError, match=r"logger: expected an object with log\(values, step\).*got str"):
+            collector.log_to("runs")
+        with pytest.raises(ValueError, match="every_s: expected 0 or more seconds, got -1"):
+            collector.log_to(Memory(), every_s=-1)

@@ -16,6 +16,8 @@ from tensordict import TensorDictBase
 
 from rollwright._processes.forks import on_fork
 from rollwright.collectors.arguments import Reachable, WorkerStats, resolve
+from rollwright.collectors.loggers import Logger
+from rollwright.collectors.observers import Observers
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile, ProfileConfig
 from rollwright.collectors.report import report_of
@@ -79,6 +81,7 @@ class BaseCollector(Reachable, ABC):
     closed: bool
     options: CollectorOptions
     _hooks: Hooks
+    _observers: Observers
     _profile: Profile
     _weights: CollectorWeights
     _worker_idx: int | None = None
@@ -226,6 +229,36 @@ class BaseCollector(Reachable, ABC):
             Collector: 200 frames in 1 batches
         """
         return report_of(type(self).__name__, self.stats())
+
+    def log_to(self, logger: Logger, *, every_s: float = 0.0, prefix: str = "collector") -> None:
+        """Write the numbers of :meth:`stats` to a logger, at each batch that is delivered.
+
+        They are points at the frames collected: ``collector/mean_return``, ``collector/frames_per_second``,
+        ``collector/workers/0/frames``. Several loggers may be added. A logger that raises ends the iteration with its
+        error; the next call of :meth:`next` delivers the batch that it came with.
+
+        Args:
+            logger: a :class:`~rollwright.collectors.loggers.Logger`, such as a ``CSVLogger``. It stays yours to close.
+            every_s: seconds between two points, at least; the last batch always is one.
+            prefix: of the names.
+
+        Raises:
+            TypeError: it is no logger.
+            ValueError: ``every_s`` is negative.
+
+        Example:
+            >>> import tempfile
+            >>> from rollwright import Collector
+            >>> from rollwright.collectors.loggers import CSVLogger
+            >>> with tempfile.TemporaryDirectory() as folder, CSVLogger(folder) as logger:
+            ...     with Collector("CartPole-v1", frames_per_batch=100, total_frames=300) as collector:
+            ...         collector.log_to(logger)
+            ...         batches = sum(1 for _ in collector)
+            ...     rows = (Path(folder) / "progress.csv").read_text().split()
+            >>> batches, len(rows)
+            (3, 4)
+        """
+        self._observers.add(logger, every_s, prefix)
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""

@@ -22,6 +22,7 @@ from rollwright.collectors.delivery.storage_memory import batch_memory
 from rollwright.collectors.delivery.stored import choose_delivery
 from rollwright.collectors.delivery_options import ledger_of, warn_of_options
 from rollwright.collectors.factory import BackendOptions, local_options, make_with_workers
+from rollwright.collectors.observers import Observers
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.counts import announce_rounding
@@ -148,6 +149,8 @@ class Collector(BaseCollector):
         self.worker_idx = parsed.worker_idx
         self._hooks = Hooks(parsed.pre_collect_hook, parsed.post_collect_hook)
         self._profile = Profile(lambda: self._worker_idx)
+        self._observers = Observers(self.stats)
+        self._kept: list[TensorDictBase | None] = []  # batches that could not be handed out, since an observer raised
         with making_env(create_env_fn, parsed) as env, making_policy(policy, parsed, env) as made:
             self._rollout = rollout = Rollout(
                 env,
@@ -167,7 +170,7 @@ class Collector(BaseCollector):
             self._setup_devices()
             announce_rounding(owner, self._in_own_words(rollout.counts.rounding))
             self._delivery = choose_delivery(rollout, self._profile, self._split)
-            self._background = Background(rollout, self._delivery)
+            self._background = Background(rollout, self._delivery, self._observers.delivered)
             self._weights = LocalWeights(self, rollout, self._background, lambda: self._worker_idx)
             self._saved_state = SavedState(rollout, self._delivery)
             self._weights.use_updater(parsed.weight_updater, self)
@@ -231,14 +234,19 @@ class Collector(BaseCollector):
         while True:
             with lock.taken():
                 self._background.check_idle("iteration")
-                if not delivery.ready():
+                if not self._kept and not delivery.ready():
                     delivery.ended()
                     return
                 try:
-                    batches = [delivery.next()] if delivery.has_room() else []
+                    batches = [self._kept.pop()] if self._kept else [delivery.next()] if delivery.has_room() else []
                 except NothingLeft:
                     continue
             if batches:
+                try:
+                    self._observers.delivered()
+                except BaseException:
+                    self._kept += batches
+                    raise
                 yield batches.pop()  # its memory is the consumer's alone
             else:
                 delivery.await_room()
@@ -385,6 +393,7 @@ class Collector(BaseCollector):
         Raises:
             TimeoutError: the thread did not end in time; the message names what it does.
         """
+        self._observers.close()
         if self.closed and self._background.thread is None:
             return
 

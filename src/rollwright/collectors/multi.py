@@ -30,6 +30,7 @@ from rollwright.collectors.delivery.saved_state import check_entries, warn_of_un
 from rollwright.collectors.delivery.stored import await_publication
 from rollwright.collectors.delivery_options import warn_of_splits, write_count_of
 from rollwright.collectors.factory import register_workers
+from rollwright.collectors.observers import Observers
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.counts import announce_rounding
@@ -143,6 +144,7 @@ class MultiCollector(BaseCollector):
             warn_of_splits(owner)
         self._hooks = Hooks(self.options.pre_collect_hook, self.options.post_collect_hook)
         self._profile = Profile()
+        self._observers = Observers(self.stats)
         frames = others.get("frames_per_batch", CollectorOptions.frames_per_batch)
         self.requested_frames_per_batch = sum(frames) if isinstance(frames, list | tuple) and own.sync else frames
         self._make_lock()
@@ -195,6 +197,7 @@ class MultiCollector(BaseCollector):
             frames=counts.frames,
             owner=owner,
             before_batch=self._update_at_each_batch,
+            delivered=self._observers.delivered,
             deliver=None if self._backlog is None else self._deliver_into_queue,
         )
         self._weights: WorkersWeights = WorkersWeights(
@@ -267,6 +270,7 @@ class MultiCollector(BaseCollector):
                         self._schedule.next(shaped=self._shaped, into=taken)
                 if self.options.replay_buffer is not None:
                     await_publication(self.options.replay_buffer, lambda: self.closed)
+                self._observers.delivered()
             except BaseException:
                 for batch in taken or ():
                     self._schedule.put_back(batch)
@@ -376,6 +380,7 @@ class MultiCollector(BaseCollector):
         """
         if self._ended or not hasattr(self, "_group"):
             return
+        self._observers.close()
         with self._ending:  # several threads may call this at once
             if not self._ended:
                 self._shutdown(timeout, close_env=close_env, raise_on_error=raise_on_error)

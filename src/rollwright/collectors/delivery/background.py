@@ -21,6 +21,7 @@ class Background(BufferFiller):
     Args:
         rollout: collects.
         delivery: writes.
+        delivered: called after each batch.
 
     Attributes:
         step_lock: for threads that use the collector without that one.
@@ -28,11 +29,11 @@ class Background(BufferFiller):
 
     thread: CollectorThread | None = None
 
-    def __init__(self, rollout: Rollout, delivery: RolloutDelivery) -> None:
+    def __init__(self, rollout: Rollout, delivery: RolloutDelivery, delivered: Callable[[], Any] = never) -> None:
         options = rollout.options
         buffer = None if options.replay_buffer is None else buffer_of(options)
         super().__init__(buffer, rollout.owner, "a thread")
-        self._rollout, self._delivery = rollout, delivery
+        self._rollout, self._delivery, self._delivered = rollout, delivery, delivered
         self.step_lock = StepLock(rollout)
         self._leave_limiter: Callable[[], None] | None = None  # takes this collector from those that the limiter asks
         self._interrupted = rollout.interrupted  # of the rollout without a thread
@@ -86,6 +87,7 @@ class Background(BufferFiller):
         if delivery.has_room():
             with suppress(NothingLeft):
                 delivery.next()
+                self._delivered()
         else:
             delivery.await_room(stop=self._is_to_look_again)
         return True  # what was asked of the thread while it waited may have changed what is to be delivered

@@ -127,6 +127,7 @@ class WorkersBackground(BufferFiller):
         frames: in a batch.
         owner: name of the collector's class.
         before_batch: called before each batch.
+        delivered: called after each batch.
         deliver: what is done in place of waiting for the next batch: it puts that into a queue; False: there is none.
     """
 
@@ -139,11 +140,12 @@ class WorkersBackground(BufferFiller):
         frames: int,
         owner: str,
         before_batch: Callable[[], None],
+        delivered: Callable[[], None],
         deliver: Callable[[Callable[[], bool]], bool] | None = None,
     ) -> None:
         super().__init__(buffer, owner, "the group of workers")
         self._group, self._schedule = group, schedule
-        self._frames, self._before_batch = frames, before_batch
+        self._frames, self._before_batch, self._delivered = frames, before_batch, delivered
         self._into_queue, self._takes_all = deliver, deliver is not None
         self._leave_limiter: tuple[Callable[[], None], ...] = ()
         self._limiter = limiter = getattr(buffer, "insert_limiter", None)
@@ -166,12 +168,16 @@ class WorkersBackground(BufferFiller):
         schedule.raise_error()
         if self._into_queue is not None:
             self._before_batch()
-            return self._into_queue(stop)
+            came = self._into_queue(stop)
+            if came:
+                self._delivered()
+            return came
         if not schedule.ready(stop):
             return False
         self._before_batch()
         self.await_room(lambda: self._looks_and_stops(stop))
         schedule.next(stop)
+        self._delivered()
         return True
 
     def _looks_and_stops(self, stop: Callable[[], bool]) -> bool:

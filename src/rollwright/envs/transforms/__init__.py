@@ -27,6 +27,7 @@ from rollwright.envs.transforms.forms.arrays import register_array_form
 from rollwright.envs.transforms.frames import CatFrames
 from rollwright.envs.transforms.masks import ActionMask
 from rollwright.envs.transforms.primer import TensorDictPrimer
+from rollwright.envs.transforms.recorder import VideoRecorder
 from rollwright.envs.transforms.scaling import DoubleToFloat, ObservationNorm, RewardScaling
 from rollwright.envs.transforms.transformed_env import TransformedEnv
 from rollwright.envs.transforms.vecnorm import VecNorm
@@ -72,6 +73,7 @@ __all__ = [
     "UnsqueezeTransform",
     "VecNorm",
     "VecNormV2",
+    "VideoRecorder",
     "register_array_form",
 ]
 
