@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -22,6 +24,7 @@ Signature = dict[str, "tuple[torch.Size, torch.dtype] | None"]
 """What a model takes: shape and dtype by name; None for extra state. See :func:`signature_of`."""
 
 _EXTRA = "_extra_state"
+_ADAPTER = re.compile(r"(?:^|\.)(lora_\w+|modules_to_save)\.([^.]+)")  # in names: what, and whose
 
 
 def is_extra(name: str) -> bool:
@@ -146,6 +149,41 @@ def of_part(state: State, names: Set[str], part: str) -> State:
     return inner if names <= inner.keys() else state
 
 
+def of_adapter(state: State, names: Set[str]) -> State | None:
+    """The weights of an adapter alone, by the names of a model that has it; None: ``state`` is none of such.
+
+    Args:
+        state: by the names of the model, or as ``get_peft_model_state_dict`` of peft names them.
+        names: of the model.
+
+    Raises:
+        ValueError: several adapters of the model have these names.
+
+    >>> names = {"layer.base_layer.weight", "layer.lora_A.default.weight"}
+    >>> of_adapter({"layer.lora_A.weight": 1}, names)
+    {'layer.lora_A.default.weight': 1}
+    """
+    full, adapters = dict[str, str](), set[str]()
+    for name in names:
+        if (found := _ADAPTER.search(name)) is not None:
+            kind, adapter = found.groups()
+            short = name[: found.start() if kind == "modules_to_save" else found.end(1)] + name[found.end() :]
+            short = short.removeprefix(".")
+            if kind == "lora_magnitude_vector":
+                short = short.removesuffix(".weight")
+            full |= {short: name, name: name}
+            adapters.add(adapter)
+    is_saved = not state.keys() <= names and state.keys() <= full.keys() | names  # perhaps with embeddings of the model
+    if not state or not (is_saved or state.keys() <= full.keys()):
+        return None
+    if len(adapters) > 1 and is_saved:
+        raise ValueError(
+            f"weights of an adapter: the model has several, {', '.join(sorted(adapters))}, and they name none. Pass "
+            "weights by the names that model.state_dict() has."
+        )
+    return {full.get(name, name): value for name, value in state.items()}
+
+
 def describe(target: Any, name: str) -> Description:
     """What :func:`check_state` needs of a model.
 
@@ -166,7 +204,7 @@ def describe(target: Any, name: str) -> Description:
 
 
 def check_state(state: State, model: Description, name: str) -> None:
-    """Check that a model takes a state. Dtypes may differ: a copy casts.
+    """Check that a model takes a state: all of it, or that of an adapter. Dtypes may differ: a copy casts.
 
     Args:
         state: of :func:`flat_state`.
@@ -180,16 +218,21 @@ def check_state(state: State, model: Description, name: str) -> None:
     signature = model.signature
     if model.part is not None:
         state = of_part(state, signature.keys(), model.part)
-    missing = {key for key, expected in signature.items() if expected is not None} - state.keys()
+    needed = {key for key, expected in signature.items() if expected is not None}
+    if (adapter := of_adapter(state, signature.keys())) is not None:
+        own = {found[2] for key in adapter if (found := _ADAPTER.search(key))}
+        state, needed = adapter, {key for key in needed if (found := _ADAPTER.search(key)) and found[2] in own}
+    missing = needed - state.keys()
     unknown = state.keys() - signature.keys() - model.optional
     if missing or unknown:
         raise ValueError(
             f"weights for {name}: names differ from those of {model.kind}. "
-            f"Missing: {key_str(missing) or 'none'}; unknown: {key_str(unknown) or 'none'}. Pass the {name} itself, or "
-            "weights with the names that it has, those of modules included that its functions read."
+            f"Missing: {key_str(missing) or 'none'}; unknown: {key_str(unknown) or 'none'}. Pass the "
+            f"{name.removeprefix('the ')} itself, or weights with the names that it has, those of modules included "
+            "that its functions read. Weights of an adapter go to a model that has it."
         )
     for key, expected in signature.items():
-        if expected is None:
+        if expected is None or key not in state:
             continue
         value = state[key]
         if not isinstance(value, torch.Tensor):
@@ -232,6 +275,8 @@ def prepare(target: Any, weights: Any, name: str) -> Callable[[], None]:
     target, beside = weights_of(target), model.optional
     state = flat_state(weights, name, optional=beside)
     check_state(state, model, name)
+    if (adapter := of_adapter(state, model.signature.keys())) is not None:
+        return partial(target.load_state_dict, adapter, strict=False)
     buffers, own = [], dict(target.named_buffers(remove_duplicate=False)) if beside else {}
     for key in sorted(beside & state.keys()):
         buffer, value = own[key], state.pop(key)

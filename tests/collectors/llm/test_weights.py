@@ -134,6 +134,26 @@ def test_weights_go_to_the_engines_of_workers_in_every_form():
             collector.update_policy_weights_({"other": torch.ones(1)})
 
 
+class PolicyWithAdapter(PolicyWithModel):
+    def __init__(self):
+        super().__init__()
+        self.engine.model.lora_A = nn.ModuleDict({"default": nn.Linear(3, 1, bias=False)})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_weights_of_an_adapter_reach_the_engine(workers):
+    options = {"dialog_turns_per_batch": 2, "policy_factory": PolicyWithAdapter}
+    options |= {"num_collectors": workers} if workers else {}
+    with LLMCollector(partial(FakeEnv, 2, epochs=None), **options) as collector:
+        collector.next()
+        assert collector.update_policy_weights_({"lora_A.weight": torch.full((1, 3), 5.0)}) == 1
+        with pytest.raises(ValueError, match=r"unknown: 'lora_B.weight'"):
+            collector.update_policy_weights_({"lora_B.weight": torch.ones(1, 3)})
+        next(iter(collector))
+        found = collector.getattr_policy("engine.model.lora_A.default.weight")
+        assert [weight.tolist() for weight in (found if workers else [found])] == [[[5.0] * 3]] * (workers or 1)
+
+
 def test_a_saved_state_has_the_weights_of_the_engine_where_asked():
     policies = [PolicyWithModel() for _ in range(2)]
     first, second = (LLMCollector(FakeEnv(2), policy, dialog_turns_per_batch=2) for policy in policies)

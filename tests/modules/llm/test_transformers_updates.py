@@ -14,7 +14,7 @@ from tests.llm_models import model
 from torch.nn.utils.rnn import pad_sequence
 
 from rollwright.data.llm.turns import FinishReason
-from rollwright.modules.llm.engine import CacheMode, Completion, Request, Sampling
+from rollwright.modules.llm.engine import CacheMode, Completion, Request, Sampling, UpdateMode
 from rollwright.modules.llm.sampling import token_log_probs
 from rollwright.modules.llm.transformers_engine import TransformersEngine
 
@@ -236,3 +236,53 @@ def test_unknown_modes_change_nothing(options: dict[str, Any], message: str) -> 
     with pytest.raises(ValueError, match=message):
         engine.update_weights(_weights(1), **options)
     assert engine.version == 0
+
+
+class _Adapted(torch.nn.Module):
+    """A linear layer with a low-rank adapter, under the names of peft."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(2, base.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def _adapted(seed: int) -> Any:
+    lm = model(vocab_size=128, tie_word_embeddings=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for layer in lm.model.layers:
+            layer.self_attn.q_proj = _Adapted(layer.self_attn.q_proj)
+            layer.self_attn.v_proj = _Adapted(layer.self_attn.v_proj)
+    return lm
+
+
+@pytest.mark.parametrize("form", ["as peft saves them", "as the model names them"])
+@pytest.mark.parametrize("mode", ["in_flight", "between_turns"])
+def test_weights_of_an_adapter_alone_are_taken(form: str, mode: UpdateMode) -> None:
+    engine, other = TransformersEngine(_adapted(0), sampling=HOW), _adapted(1)
+    before = engine.generate(_requests(0))[0]
+    state = {name: value for name, value in other.state_dict().items() if ".lora_" in name}
+    if form == "as peft saves them":
+        state = {name.replace(".default", ""): value for name, value in state.items()}
+    engine.submit(_requests(1))
+    engine.step(2)
+    engine.update_weights(state, mode=mode)
+    engine.results()
+    (after,), (expected,) = (
+        engine.generate(_requests(0)),
+        TransformersEngine(other, sampling=HOW).generate(_requests(0)),
+    )
+    assert after.log_probs.tolist() == expected.log_probs.tolist() != before.log_probs.tolist()
+    assert set(_stamps(after)) == {1}
+    first = next(iter(state))
+    with pytest.raises(ValueError, match=r"Missing: 'model.layers.0.self_attn.q_proj.lora_A.default.weight'"):
+        engine.update_weights({name: value for name, value in state.items() if name != first})
+    with pytest.raises(ValueError, match="has shape"):
+        engine.update_weights({**state, first: torch.zeros(1)})
+    with pytest.raises(ValueError, match="Weights of an adapter go to a model that has it"):
+        _engine().update_weights(state)
