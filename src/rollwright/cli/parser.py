@@ -197,6 +197,12 @@ def _add_chat_collect(commands: Any) -> None:
     add("--text", action="store_true", help="prompts are read as they are, without the chat template")
     add("--data-key", metavar="NAME", help="column of the prompt (default: query, prompt, messages or text)")
     add("--seed", type=_seed, metavar="S", help="of order and samples (default: drawn, and written down)")
+    add(
+        "--on-error",
+        choices=["drop", "raise"],
+        default="drop",
+        help="a tool, a reward or an environment raises: leave the conversation out (the default), or end the run",
+    )
     add("--quiet", action="store_true", help="print errors only")
 
 

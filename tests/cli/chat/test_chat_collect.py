@@ -148,9 +148,24 @@ def test_what_is_asked_wrongly_is_named(run, chat, tmp_path):
     assert "holds something else. Pass a new folder" in run(*chat(tmp_path / "full")).err
 
 
-def test_a_reward_that_fails_ends_the_run_with_what_is_there(run, chat, module, tmp_path):
+@pytest.mark.parametrize("more", [(), ("--workers", 2)])
+def test_conversations_that_fail_are_left_out_and_counted(run, chat, module, tmp_path, more):
     name = module("def bad(completions, number, **columns):\n    return [1.0 / (9 - each) for each in number]\n")
-    result = run(*chat(tmp_path / "run", "--reward", f"{name}:bad", "--seed", 1))
+    result = run(*chat(tmp_path / "run", "--reward", f"{name}:bad", *more))
+    assert result.status == 1
+    assert re.search("26 of 28 conversations, 26 of them new", result.out)
+    assert "2 conversations failed (ZeroDivisionError: 2); rollwright inspect" in result.err
+    ends = {(each.origin.index, each.origin.repeat): each.end for each in Trace.read(tmp_path / "run").conversations}
+    assert {place for place, end in ends.items() if end == "failed"} == {(9, 0), (9, 1)}
+    assert len(ends) == 2 * PROMPTS
+    assert "the reward function 'bad' raised" in run("inspect", tmp_path / "run", "--prompt", 9).out
+    again = run(*chat(tmp_path / "run", "--reward", f"{name}:bad", *more))
+    assert (again.status, "0 of them new" in again.out) == (1, True)
+
+
+def test_a_run_may_end_with_the_first_failure(run, chat, module, tmp_path):
+    name = module("def bad(completions, number, **columns):\n    return [1.0 / (9 - each) for each in number]\n")
+    result = run(*chat(tmp_path / "run", "--reward", f"{name}:bad", "--seed", 1, "--on-error", "raise"))
     assert result.status == 1
     assert "the reward function 'bad' raised ZeroDivisionError" in result.err
     assert re.search(r"\d+ of 28 conversations", result.err.splitlines()[-1])

@@ -9,6 +9,8 @@ import pytest
 import torch
 from tests import llm_models
 from tests.collectors.llm.fakes import FakeEnv, FakePolicy
+from tests.collectors.llm.test_failures import BAD
+from tests.collectors.llm.test_failures import env as failing
 from tests.collectors.llm.test_models import leaves
 from tests.collectors.llm.test_plain import Talks, chats, wrapper
 
@@ -16,6 +18,7 @@ from rollwright.collectors.llm import LLMCollector
 from rollwright.data.llm import RecordLayout, Trace
 from rollwright.envs import StepCounter, TransformedEnv
 from rollwright.envs.transforms import Transform
+from rollwright.errors import EnvError, WorkerError
 
 NAME = ("prompt_index", "epoch", "repeat", "turn")
 ENV = partial(FakeEnv, 4, prompts=12, repeats=2)
@@ -103,6 +106,41 @@ def test_conversations_that_are_dropped_are_there_and_those_that_go_on(tmp_path)
         ends = [each.end for each in Trace.read(tmp_path).conversations]
         assert ends.count("dropped") == collector.stats()["conversations_dropped"]
     assert sorted(set(ends)) == ["dropped", "terminated"]
+
+
+FAILING = {
+    "turns": {"dialog_turns_per_batch": 8},
+    "stream": {"dialog_turns_per_batch": 5, "async_envs": True},
+    "whole": {"trajs_per_batch": 1, "async_envs": True},
+    "workers": {"trajs_per_batch": 1, "num_collectors": 2},
+}
+
+
+@pytest.mark.parametrize("mode", FAILING)
+@pytest.mark.parametrize("on_error", ["drop", "mask", "raise"])
+def test_conversations_that_fail_are_there_with_the_answer_and_the_reason(on_error, mode, tmp_path):
+    options = {**FAILING[mode], "on_error": on_error, "trace": tmp_path}
+    batches = []
+    with LLMCollector(partial(failing, "reply"), policy_factory=FakePolicy, **options) as collector:
+        if on_error == "raise":
+            with pytest.raises((EnvError, WorkerError), match="no connection"):
+                list(collector)
+        else:
+            batches = list(collector)
+    ended = [each for each in Trace.read(tmp_path).conversations if each.end]
+    failed = [each for each in ended if each.end == "failed"]
+    assert {each.origin.index for each in failed} == {BAD}
+    assert len(failed) == 2 or on_error == "raise"
+    assert len(ended) == 18 or on_error == "raise"
+    for each in failed:
+        assert "no connection" in each.why
+        assert each.turns[-1].finish_reason == "error"
+        assert len(each.turns[-1].tokens) > each.turns[-1].num_prompt
+    if on_error == "mask":
+        written, found = traced(tmp_path, FLAT), rows_of(batches)
+        for row in (*written.values(), *found.values()):
+            row.pop(("collector", "traj_ids"))
+        assert written == found
 
 
 def test_a_replay_takes_no_model_and_names_what_was_not_recorded(tmp_path):

@@ -58,6 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
         console.alert(f"interrupted: {run.outcome}; the same command goes on")
         return interrupts.exit_status
     console.line(f"{run.outcome} ({run.seconds:.1f} s)")
+    if run.failed:
+        kinds = ", ".join(f"{name}: {number}" for name, number in sorted(run.failed.items()))
+        failed = count(sum(run.failed.values()), "conversation")
+        console.alert(f"rollwright chat-collect: {failed} failed ({kinds}); rollwright inspect {folder} shows why")
+        return 1
     console.line(f"look at them: rollwright inspect {folder}")
     return 0
 
@@ -152,6 +157,7 @@ def _make(settings: Mapping[str, Any], arguments: argparse.Namespace) -> Any:
             trajs_per_batch=1,
             async_envs=True,
             trace=arguments.output,
+            on_error=arguments.on_error,
             **many,
         )
         collector.set_seed(settings["seed"])
@@ -195,6 +201,7 @@ class _Run:
 
     Attributes:
         seconds: that it took.
+        failed: conversations that have failed, by class of what was raised.
     """
 
     def __init__(self, collector: Any, folder: Path, total: int, before: int) -> None:
@@ -204,6 +211,7 @@ class _Run:
         self._saved_at = 0.0
         self.seconds = 0.0
         self.tokens = 0
+        self.failed: dict[str, int] = {}
 
     def collect(self, console: Console, interrupts: SignalInterrupts) -> Exception | None:
         """Collect until all are there, a signal comes or something fails; returns what failed."""
@@ -226,6 +234,7 @@ class _Run:
         self.seconds = time.perf_counter() - start
         with interrupts.saving():
             try:
+                self.failed = dict(self._collector.stats()["conversations_failed"])
                 self._save()
             except Exception as error:
                 failed = failed or error

@@ -75,7 +75,15 @@ class TraceWriter:
         if not os.access(self._folder, os.W_OK):
             raise ValueError(f"trace: expected a folder that can be written, got {str(folder)!r}. Pass another one.")
 
-    def turn(self, turn: Turn, traj_id: int, *, seed: int | None = None, total: float | None = None) -> None:
+    def turn(
+        self,
+        turn: Turn,
+        traj_id: int,
+        *,
+        seed: int | None = None,
+        total: float | None = None,
+        masked: Sequence[int] = (),
+    ) -> None:
         """Write a turn that is complete; and the end of its conversation, if it is the last one.
 
         Args:
@@ -83,8 +91,11 @@ class TraceWriter:
             traj_id: of the conversation.
             seed: of the request that the turn answers; None: that of its number.
             total: sum of the rewards of a conversation that has ended.
+            masked: numbers of turns before it that are not trained on either.
         """
         lines = [self._line_of(turn, traj_id, turn_seed(turn.origin, turn.number) if seed is None else seed)]
+        if turn.masked:
+            lines[0]["masked"] = [*masked, turn.number]
         if turn.done:
             failed = turn.finish_reason is FinishReason.ERROR
             how = "failed" if failed else "terminated" if turn.terminated else "truncated"
@@ -323,6 +334,8 @@ class _Reader:
         found.id = line["id"]
         found.turns.append(turn)
         found.seeds.append(line["seed"])
+        for each in found.turns:
+            each.masked |= each.number in line.get("masked", ())
         self._before = following
 
     def end(self, line: Mapping[str, Any]) -> None:

@@ -206,7 +206,8 @@ class Dialogs:
                 self._failures.ended_well(turn.origin)
         self._like = turn.extras
         if (trace := self._undelivered.trace) is not None:
-            trace.turn(ended.turn, ended.id, seed=dialog.seed, total=dialog.total)
+            masked = [each.turn.number for each in dialog.held if each.turn.masked]
+            trace.turn(turn, ended.id, seed=dialog.seed, total=dialog.total, masked=masked)
         row = self.row_of(dialog)
         if self._holds:
             dialog.held.append(ended)
@@ -246,10 +247,13 @@ class Dialogs:
             if dialog.id < 0:
                 dialog.id = self._cursor.fresh_id()
             self.keep(dialog, dialog.failed(self._engine, self._like))
+            self._trace_failure(dialog, error)
             return
         if failures.on_error == "raise" and (again := self._rewound(dialog, far=True)) is not None:
             again.rests = True
+            self._trace_failure(dialog, error)
             return
+        self._trace_failure(dialog, error)
         self._take_out(dialog, 0)
         self._gone.add(origin)
         self.slots[dialog.slot] = None
@@ -258,6 +262,15 @@ class Dialogs:
             self._cursor.begin_again([dialog.opening])  # which ends it: turns of it were delivered
         else:
             self._undelivered.leave_out(dialog.opening, error)
+
+    def _trace_failure(self, dialog: Dialog, error: BaseException) -> None:
+        """Write that a conversation has failed, with the answer that it failed after."""
+        trace = self._undelivered.trace
+        if trace is None:
+            return
+        if dialog.pending is not None:
+            trace.turn(dialog.failed(self._engine, self._like).turn, dialog.id, seed=dialog.seed, total=dialog.total)
+        trace.end(dialog.opening.draw.origin, "failed", str(error))
 
     def _rewound(self, dialog: Dialog, *, far: bool = False) -> Dialog | None:
         """A conversation that failed as it was before, in its slot; None: it cannot be.
