@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import time
+
 import pytest
 import torch
+from tests.patience import patient
 
 from rollwright.collectors import Collector
 from rollwright.collectors.report import report_of, shares_of
@@ -78,3 +82,45 @@ def test_a_notebook_shows_it_escaped():
         shown = collector._repr_html_()
     assert shown.startswith("<pre>")
     assert "<lambda>" not in shown
+
+
+# Progress -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_collectors": 2, "sync": True}, {"num_collectors": 2, "sync": False}])
+def test_without_a_terminal_progress_is_a_line_now_and_then(workers, capfd):
+    with Collector(cartpole, frames_per_batch=100, total_frames=400, progress=True, **workers) as collector:
+        for _ in collector:
+            pass
+        mean = collector.stats()["mean_return"]
+    out, err = capfd.readouterr()
+    lines = err.splitlines()
+    assert not out
+    assert 2 <= len(lines) <= 4  # the first, the last, and what two seconds let through; workers print none
+    assert lines[0].startswith(f"{type(collector).__name__}: ")
+    assert "400 / 400 frames, " in lines[-1]
+    assert lines[-1].endswith(f"mean return {mean:,.1f}")
+
+
+def test_on_a_terminal_progress_is_a_bar_that_gives_the_cursor_back(monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with Collector(cartpole, frames_per_batch=100, progress=True) as collector:
+        for _ in range(3):
+            collector.next()
+            time.sleep(0.11)  # drawn ten times a second at most
+    drawn = screen.getvalue()
+    assert "300 frames, " in drawn
+    assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")
+
+
+def test_progress_shows_what_a_thread_collects(capfd):
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1_000), batch_size=8)
+    with Collector(cartpole, frames_per_batch=100, total_frames=300, replay_buffer=buffer, progress=True) as collector:
+        collector.start()
+        limit = time.monotonic() + patient(20)
+        while collector.is_running() and time.monotonic() < limit:
+            time.sleep(0.01)
+    assert "Collector: 300 / 300 frames" in capfd.readouterr().err

@@ -18,7 +18,8 @@ from rich.table import Table
 from tensordict.nn import NormalParamExtractor, ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from torch import Tensor, distributions, nn
 
-from rollwright.cli.console import Console, count
+from rollwright._progress import count
+from rollwright.cli.console import Console
 from rollwright.cli.errors import Failure, plain
 from rollwright.cli.measuring import (
     SingleLoop,

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from tensordict import TensorDictBase
 
 from rollwright._keys import key_str
+from rollwright._progress import count
 from rollwright.cli import minari, workers
-from rollwright.cli.console import Console, count
+from rollwright.cli.console import Console
 from rollwright.cli.errors import Failure, brief, plain
 from rollwright.cli.interrupts import SignalInterrupts
 from rollwright.cli.policies import load_policy

@@ -19,7 +19,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from rollwright._keys import as_tuple
-from rollwright.cli.console import Console, count
+from rollwright._progress import count
+from rollwright.cli.console import Console
 from rollwright.cli.errors import Failure, brief
 from rollwright.data.datasets import load_dataset, remove_dataset
 from rollwright.data.specs import NonTensor

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_unflatten
 
 from rollwright._keys import key_str
-from rollwright.cli.console import count
+from rollwright._progress import count
 from rollwright.cli.errors import Failure, brief
 from rollwright.envs.base import EnvBase
 

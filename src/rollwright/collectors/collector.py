@@ -149,7 +149,7 @@ class Collector(BaseCollector):
         self.worker_idx = parsed.worker_idx
         self._hooks = Hooks(parsed.pre_collect_hook, parsed.post_collect_hook)
         self._profile = Profile(lambda: self._worker_idx)
-        self._observers = Observers(self.stats)
+        self._observers = Observers(self.stats, progress=parsed.progress, name=owner, noun=self._in_own_words("frames"))
         self._kept: list[TensorDictBase | None] = []  # batches that could not be handed out, since an observer raised
         with making_env(create_env_fn, parsed) as env, making_policy(policy, parsed, env) as made:
             self._rollout = rollout = Rollout(

@@ -52,6 +52,7 @@ class CommonKeywords(TypedDict, total=False):
     weight_recv_schemes: Mapping[str, WeightSyncScheme] | None
     weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None
     extend_buffer: bool
+    progress: bool
 
 
 class CollectorKeywords(CommonKeywords, total=False):
@@ -155,6 +156,7 @@ class LLMKeywords(ProcessKeywords, total=False):
     pre_collect_hook: Callable[[], None] | None
     post_collect_hook: Callable[[TensorDictBase], None] | None
     worker_idx: int | None
+    progress: bool
     create_env_fn: Any
     num_collectors: int | None
     backend: Backend | None

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 _WHOLE = (  # options of this collector that are others for its workers
     *("total_frames", "trajs_per_batch", "groups_per_batch", "traj_format"),
-    *("split_trajs", "postproc", "init_random_frames", "return_same_td", "storing_device"),
+    *("split_trajs", "postproc", "init_random_frames", "return_same_td", "storing_device", "progress"),
 )
 _log = logging.getLogger("rollwright")
 
@@ -144,7 +144,9 @@ class MultiCollector(BaseCollector):
             warn_of_splits(owner)
         self._hooks = Hooks(self.options.pre_collect_hook, self.options.post_collect_hook)
         self._profile = Profile()
-        self._observers = Observers(self.stats)
+        self._observers = Observers(
+            self.stats, progress=self.options.progress, name=owner, noun=self._in_own_words("frames")
+        )
         frames = others.get("frames_per_batch", CollectorOptions.frames_per_batch)
         self.requested_frames_per_batch = sum(frames) if isinstance(frames, list | tuple) and own.sync else frames
         self._make_lock()

@@ -1,4 +1,4 @@
-"""Observers: loggers that follow what a collector delivers."""
+"""Observers: loggers and a progress bar that follow what a collector delivers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rollwright._progress import CollectionProgress, stderr_progress
 from rollwright.collectors.loggers import Logger, numbers_in
 
 
@@ -33,11 +34,16 @@ class Observers:
 
     Args:
         stats: of the collector.
+        progress: show a progress bar.
+        name: of the collector's class.
+        noun: what it counts.
     """
 
-    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
-        self._stats = stats
+    def __init__(self, stats: Callable[[], dict[str, Any]], *, progress: bool, name: str, noun: str) -> None:
+        self._stats, self._name, self._noun = stats, name, noun
         self._logs: list[_Log] = []
+        self._shows = progress
+        self._progress: CollectionProgress | None = None
 
     def add(self, logger: Logger, every_s: float, prefix: str) -> None:
         """Let a logger follow.
@@ -56,11 +62,19 @@ class Observers:
 
     def delivered(self) -> None:
         """A batch is about to be handed out, or was written to the replay buffer."""
-        if not self._logs:
+        if not self._logs and not self._shows:
             return
         stats = self._stats()
+        if self._shows and self._progress is None:
+            self._progress = stderr_progress(stats["total_frames"], self._name, self._noun)
+        if self._progress is not None:
+            self._progress.update(stats)
+            if stats["completed"]:
+                self.close()
         for log in self._logs:
             log.write(stats)
 
     def close(self) -> None:
-        """The collector is shut down."""
+        """The collection has ended: leave what is drawn."""
+        if self._progress is not None:
+            self._progress.stop()

@@ -156,6 +156,8 @@ class CollectorOptions:
         weight_updater: an updater of one's own, or a function that makes it.
         extend_buffer: write whole rollouts, after ``postproc``. If False, every step is written when it was taken,
             and ``postproc`` is not called.
+        progress: show a progress bar with frames, frames per second and mean return on stderr; where that is no
+            terminal, print a line every few seconds.
 
     Example:
         >>> CollectorOptions(frames_per_batch=0)
@@ -204,6 +206,7 @@ class CollectorOptions:
     weight_recv_schemes: Annotated[Mapping[str, WeightSyncScheme] | None, Check(check_schemes)] = None
     weight_updater: Annotated[WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None, Check(check_updater)] = None
     extend_buffer: bool = True
+    progress: bool = False
 
     # Of collectors of conversations, see ConversationOptions; here, what any other collector does.
     async_envs: ClassVar[bool | None] = False

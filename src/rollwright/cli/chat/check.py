@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rollwright.cli.console import count
+from rollwright._progress import count
 from rollwright.cli.errors import Failure, plain
 from rollwright.cli.policies import load_object
 from rollwright.testing.chat_checks import check_chat_env

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from rollwright.cli.console import Console, count
+from rollwright._progress import count
+from rollwright.cli.console import Console
 from rollwright.cli.errors import Failure, brief, plain
 from rollwright.cli.interrupts import SignalInterrupts
 from rollwright.cli.policies import load_object

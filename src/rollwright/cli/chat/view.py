@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console as RichConsole
 from rich.text import Text
 
-from rollwright.cli.console import count
+from rollwright._progress import count
 from rollwright.cli.errors import Failure, plain
 from rollwright.data.llm.trace import Trace, TracedConversation
 from rollwright.data.llm.turns import FinishReason, Turn

@@ -19,7 +19,7 @@ LENGTH_UNKNOWN = (
     "How many batches this collector delivers depends on its data (total_dialog_turns=-1), so it has no length. "
     "Iterate over it, or pass total_dialog_turns=."
 )
-_WORDS = {"frames_per_batch": "dialog_turns_per_batch", "total_frames": "total_dialog_turns"}
+_WORDS = {"frames_per_batch": "dialog_turns_per_batch", "total_frames": "total_dialog_turns", "frames": "turns"}
 
 
 def in_own_words(rounding: str) -> str:

@@ -95,6 +95,8 @@ class LLMOptions:
         pre_collect_hook: called without arguments before each batch is collected.
         post_collect_hook: called with each batch just before it is delivered.
         worker_idx: index of this collector among its siblings.
+        progress: show a progress bar with turns, turns per second and mean return on stderr; where that is no
+            terminal, print a line every few seconds.
 
     Example:
         >>> LLMOptions(yield_only_last_steps=True, yield_completed_trajectories=False)
@@ -135,6 +137,7 @@ asks for turns of any. Drop one of the two.
     pre_collect_hook: Callable[[], None] | None = None
     post_collect_hook: Callable[[TensorDictBase], None] | None = None
     worker_idx: Annotated[int | None, whole(0)] = None
+    progress: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.dialog_turns_per_batch, list | tuple):  # of workers: each is checked by its own

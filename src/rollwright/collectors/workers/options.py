@@ -261,7 +261,7 @@ def options_of_workers(
     whole["worker_idx"] = 0
     checked = kind(**_of(whole, 0))
     split = own.sync and bool(whole.get("split_trajs"))
-    whole.update(total_frames=-1, return_same_td=False)
+    whole.update(total_frames=-1, return_same_td=False, progress=False)
     whole.update(weight_sync_schemes=None, weight_recv_schemes=None, weight_updater=None)
     if checked.init_random_frames is not None and checked.init_random_frames > 0:
         whole["init_random_frames"] = -(-checked.init_random_frames // num_workers)

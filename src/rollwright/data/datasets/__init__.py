@@ -14,13 +14,16 @@ beyond the steps that it counts were allocated, not collected.
 
 from rollwright.data.datasets.description import describe_dataset, load_dataset, remove_dataset
 from rollwright.data.datasets.episodes import Episodes, episodes_of
+from rollwright.data.datasets.summary import Summary, summarize
 from rollwright.data.datasets.writer import DatasetWriter
 
 __all__ = [
     "DatasetWriter",
     "Episodes",
+    "Summary",
     "describe_dataset",
     "episodes_of",
     "load_dataset",
     "remove_dataset",
+    "summarize",
 ]

@@ -7,6 +7,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from html import escape
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from pathlib import Path
@@ -21,6 +22,7 @@ from rollwright._keys import NestedKey
 from rollwright._options import with_options
 from rollwright._processes.forks import on_fork
 from rollwright._processes.threads import Fillers
+from rollwright.data.entries import entries_of, table_of
 from rollwright.data.replay_buffers import checkpoint
 from rollwright.data.replay_buffers._arguments import (
     Inverted,
@@ -841,6 +843,15 @@ class ReplayBuffer:
             f"{type(self).__name__}(\n    storage={self.storage},\n    sampler={self.sampler},\n"
             f"    writer={self.writer},\n    batch_size={self.batch_size},\n)"
         )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it: how full it is, and the entries of an element."""
+        lines = [f"{len(self):,} elements, {self.write_count:,} written so far", repr(self)]
+        if len(self):
+            element = self.storage.get(0) if hasattr(self.storage, "get") else None
+            if isinstance(element, TensorDictBase):
+                lines += ["", "an element", *table_of(entries_of(element))]
+        return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
 
 def _send(buffer: ReplayBuffer) -> Any:
