@@ -133,6 +133,7 @@ class LLMKeywords(ProcessKeywords, total=False):
     trajs_per_batch: int | None
     groups_per_batch: int | None
     async_envs: bool | None
+    delivery_order: Literal["completion", "data"]
     flatten_data: bool | None
     reset_at_each_iter: bool
     on_error: Literal["raise", "drop", "mask"]

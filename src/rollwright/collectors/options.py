@@ -215,6 +215,7 @@ class CollectorOptions:
     flatten_data: ClassVar[bool] = False
     num_shards: ClassVar[int] = 1
     trace: ClassVar[str | None] = None
+    delivery_order: ClassVar[Literal["completion", "data"]] = "completion"
     on_error: ClassVar[Literal["raise", "drop", "mask"]] = "raise"
     max_retries: ClassVar[int] = 0
     max_failures: ClassVar[int] = 32
@@ -290,6 +291,11 @@ class CollectorOptions:
         return self.trajs_per_batch is not None or self.groups_per_batch is not None
 
     @property
+    def in_stream(self) -> bool:
+        """Whether turns of conversations are taken in the order in which they end."""
+        return self.delivers_whole if self.async_envs is None else self.async_envs
+
+    @property
     def stores_rows(self) -> bool:
         """Whether an element of a replay buffer is the part of a batch that one environment took."""
         return False
@@ -304,7 +310,8 @@ class ConversationOptions(CollectorOptions):
     Attributes:
         frames_per_batch: None: one turn of each environment.
         async_envs: take turns in the order in which they end, ``[N]``; False: one of each environment in turn,
-            ``[*env, T]``. None: True for a pool whose environments go by themselves.
+            ``[*env, T]``. None: True for a pool whose environments go by themselves, and where complete conversations
+            are delivered.
         groups_per_batch: deliver this many complete groups at a time: all conversations that begin with one prompt.
         only_last_steps: deliver the last frame of each trajectory alone.
         flatten_data: deliver ``[N]`` in place of ``[*env, T]``.
@@ -312,6 +319,7 @@ class ConversationOptions(CollectorOptions):
         weight_update_cache: what becomes of its cache.
         num_shards: collectors that share the groups of the data; ``worker_idx`` says which part is this one's.
         trace: folder that conversations are written into.
+        delivery_order: of complete conversations and groups.
         on_error: what becomes of a conversation that fails.
         max_retries: how often it is tried again before.
         max_failures: that may follow one another, before the run stops.
@@ -326,6 +334,7 @@ class ConversationOptions(CollectorOptions):
     weight_update_cache: CacheMode = "keep"
     num_shards: Annotated[int, whole(1)] = 1  # type: ignore[misc]
     trace: str | None = None  # type: ignore[misc]
+    delivery_order: Literal["completion", "data"] = "completion"  # type: ignore[misc]
     on_error: Literal["raise", "drop", "mask"] = "raise"  # type: ignore[misc]
     max_retries: Annotated[int, whole(0)] = 0  # type: ignore[misc]
     max_failures: Annotated[int, whole(1)] = 32  # type: ignore[misc]

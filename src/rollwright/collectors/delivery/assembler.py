@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -22,6 +23,7 @@ from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.llm.core import PromptSource
 
 _NONE = -1
+_Name = tuple[int, int]  # of a group: its number, and the repeat of one that is alone
 
 
 class Trajectory(NamedTuple):
@@ -343,15 +345,26 @@ class GroupAssembler(TrajectoryAssembler):
     Args:
         num_envs: rows of a batch.
         size: how many conversations the group has that a conversation from somewhere belongs to.
+        alone: each conversation is a group of its own.
+        order: group and repeat of all conversations that were not delivered, in the order in which they are to be;
+            None: that in which groups were complete.
     """
 
-    def __init__(self, num_envs: int, size: Callable[[Origin], int]) -> None:
-        self._size = size
+    def __init__(
+        self,
+        num_envs: int,
+        size: Callable[[Origin], int],
+        *,
+        alone: bool = False,
+        order: Callable[[], Iterator[_Name]] | None = None,
+    ) -> None:
+        self._size, self._alone, self._order = size, alone, order
         super().__init__(num_envs)
 
     def _clear(self) -> None:
         super()._clear()
-        self._open_groups: dict[int, list[tuple[Origin, Trajectory]]] = {}
+        self._open_groups: dict[_Name, list[tuple[Origin, Trajectory]]] = {}
+        self._early: dict[_Name, list[Trajectory]] = {}  # complete, and others come first
         self._groups: deque[list[Trajectory]] = deque()
 
     @property
@@ -364,36 +377,57 @@ class GroupAssembler(TrajectoryAssembler):
         """Conversations that are complete and wait for others of their group, or to be delivered."""
         return len(self._all_complete())
 
+    def _name(self, group: int, repeat: int) -> _Name:
+        return group, repeat if self._alone else 0
+
     def _completed(self, found: Trajectory) -> None:
         origin = origin_of(found)
-        self._open_groups.setdefault(origin.group, []).append((origin, found))
-        self._close_group(origin)
+        name = self._name(origin.group, origin.repeat)
+        self._open_groups.setdefault(name, []).append((origin, found))
+        self._close_group(name)
 
-    def _close_group(self, origin: Origin) -> None:
+    def _close_group(self, name: _Name) -> None:
         """A group is complete, if it is."""
-        group = self._open_groups[origin.group]
-        if len(group) >= self._size(origin):
+        group = self._open_groups[name]
+        if self._alone or len(group) >= self._size(group[0][0]):
             group.sort(key=lambda each: each[0].repeat)
-            self._groups.append([trajectory for _, trajectory in self._open_groups.pop(origin.group)])
+            found = [trajectory for _, trajectory in self._open_groups.pop(name)]
+            if self._order is None:
+                self._groups.append(found)
+            else:
+                self._early[name] = found
 
     def settle(self) -> None:
         """See :meth:`TrajectoryAssembler.settle`: groups may be complete without conversations that have failed."""
-        for group in list(self._open_groups.values()):
-            self._close_group(group[0][0])
+        for name in list(self._open_groups):
+            self._close_group(name)
+        if self._order is not None and self._early:
+            ahead = {self._name_of(group[0]) for group in self._groups}
+            for name in itertools.starmap(self._name, self._order()):
+                if name in self._early:
+                    self._groups.append(self._early.pop(name))
+                    ahead.add(name)
+                elif name not in ahead:
+                    break
+
+    def _name_of(self, found: Trajectory) -> _Name:
+        origin = origin_of(found)
+        return self._name(origin.group, origin.repeat)
 
     def _all_complete(self) -> list[Trajectory]:
         waiting = [trajectory for group in list(self._open_groups.values()) for _, trajectory in group]
-        return [trajectory for group in self._groups.copy() for trajectory in group] + waiting
+        early = [trajectory for group in list(self._early.values()) for trajectory in group]
+        return [trajectory for group in self._groups.copy() for trajectory in group] + early + waiting
 
     def pop(self, n: int) -> list[Trajectory]:
-        """The conversations of the ``n`` groups that were complete first, group after group."""
+        """The conversations of the ``n`` groups that are next, group after group."""
         return [trajectory for _ in range(n) for trajectory in self._groups.popleft()]
 
     def put_back(self, popped: Sequence[Trajectory]) -> None:
         """Have trajectories that were popped be the next ones again, in the same order."""
-        groups: dict[int, list[Trajectory]] = {}
+        groups: dict[_Name, list[Trajectory]] = {}
         for found in popped:
-            groups.setdefault(origin_of(found).group, []).append(found)
+            groups.setdefault(self._name_of(found), []).append(found)
         self._groups.extendleft(reversed(groups.values()))
 
 

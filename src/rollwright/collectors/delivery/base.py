@@ -45,10 +45,21 @@ def turns_taken(frames: TensorDictBase) -> TensorDictBase:
 
 def make_assembler(rollout: Rollout) -> TrajectoryAssembler | None:
     """What puts trajectories together, where whole ones are delivered."""
-    options = rollout.options
-    if options.groups_per_batch is not None:
-        return GroupAssembler(rollout.num_rows, group_sizes(rollout.env, rollout.cursor))
-    return None if options.trajs_per_batch is None else TrajectoryAssembler(rollout.num_rows)
+    options, rows = rollout.options, rollout.num_rows
+    if not options.delivers_whole:
+        return None
+    if options.groups_per_batch is None and options.delivery_order == "completion":
+        return TrajectoryAssembler(rows)
+    sizes, order = group_sizes(rollout.env, rollout.cursor), None
+    if options.delivery_order == "data":
+        source = getattr(getattr(rollout.env, "conversations", None), "source", None)
+        if source is None:
+            raise ValueError(
+                "delivery_order='data': expected an environment with the conversations of one dataset, got "
+                f"{rollout.env}. Leave it out."
+            )
+        order = source.undelivered
+    return GroupAssembler(rows, sizes, alone=options.groups_per_batch is None, order=order)
 
 
 def _saved_ids(trajectories: Mapping[str, Any]) -> NDArray[Any] | None:
@@ -145,7 +156,7 @@ class RolloutDelivery(Delivery):
         if held is not None:
             stats["trajectories_held"], stats["frames_held"] = held.num_complete, held.frames_held
             stats["frames_dropped"] = held.frames_dropped
-        if isinstance(held, GroupAssembler):
+        if isinstance(held, GroupAssembler) and self.rollout.options.groups_per_batch is not None:
             stats["groups_held"], stats["trajectories_held"] = held.num_complete, held.num_conversations_held
         return stats
 
@@ -348,6 +359,7 @@ class TrajectoryBatches(RolloutDelivery):
 
     def ready(self) -> bool:
         """Whether there is something to deliver; it may take rollouts to know."""
+        self.assembler.settle()
         while self.assembler.num_complete < self._count:
             if self.rollout.completed:
                 return False

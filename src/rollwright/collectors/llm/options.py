@@ -36,20 +36,22 @@ class LLMOptions:
         policy_factory: called once, without arguments, where the policy is needed; instead of a policy. With
             ``num_collectors``, in each worker.
         dialog_turns_per_batch: turns in a batch, over all environments. Required, unless complete conversations are
-            delivered; then it says how often the collector looks (None: after each turn of all environments). Rounded
-            up to a multiple of the number of environments, with a warning, unless ``async_envs``.
+            delivered; then it says how often the collector looks (None: after each turn). Rounded up to a multiple of
+            the number of environments, with a warning, unless ``async_envs``.
         total_dialog_turns: turns to take in all; -1 for no end. Rounded up to whole batches, with a warning.
         yield_completed_trajectories: deliver one complete conversation at a time, ``[turns]``. False, the default,
             unless ``yield_only_last_steps`` is True: turns are delivered, whether or not their conversation goes on.
         yield_only_last_steps: deliver the last turn of each conversation alone, ``[1]``.
-        trajs_per_batch: deliver this many complete conversations at a time, one after another, in the order in which
-            they ended.
-        groups_per_batch: deliver this many complete groups at a time, one after another, in the order in which they
-            were complete. A group is all conversations that begin with one prompt (the repeats of the dataset), in
-            order of their repeats.
-        async_envs: deliver turns in the order in which they end, ``[N]``: conversations whose environment is ready
-            generate while others step. False: one turn of each environment in turn, ``[*env, T]``. None: True if
-            the environment is an :class:`~rollwright.envs.AsyncEnvPool`.
+        trajs_per_batch: deliver this many complete conversations at a time, one after another; see ``delivery_order``.
+        groups_per_batch: deliver this many complete groups at a time, one after another. A group is all conversations
+            that begin with one prompt (the repeats of the dataset), in order of their repeats.
+        async_envs: take turns in the order in which they end, ``[N]``: conversations whose environment is ready
+            generate while others step, and another one begins as soon as one has ended. False: one turn of each
+            environment in turn, ``[*env, T]``. None: True if complete conversations are delivered, or for an
+            :class:`~rollwright.envs.AsyncEnvPool`.
+        delivery_order: ``"completion"``: complete conversations and groups are delivered in the order in which they
+            were complete. ``"data"``: in the order of the data; those that are complete earlier wait. With workers, of
+            each worker's part.
         flatten_data: deliver ``[N]`` in place of ``[*env, T]``, environment after environment. None: True with
             ``replay_buffer`` or ``queue``. False with a ``replay_buffer``: an element of it is what one environment
             took in a batch, ``[T]``, in place of a single turn; its trajectory ids are -1 where the data was over.
@@ -114,6 +116,7 @@ asks for turns of any. Drop one of the two.
     trajs_per_batch: Annotated[int | None, whole(1)] = None
     groups_per_batch: Annotated[int | None, whole(1)] = None
     async_envs: bool | None = None
+    delivery_order: Literal["completion", "data"] = "completion"
     flatten_data: bool | None = None
     reset_at_each_iter: bool = False
     on_error: Literal["raise", "drop", "mask"] = "raise"
@@ -159,6 +162,11 @@ asks for turns of any. Drop one of the two.
         object.__setattr__(self, "yield_completed_trajectories", self.delivers_whole)
 
     def _check_completed(self) -> None:
+        if self.delivery_order == "data" and not self.delivers_whole:
+            raise ValueError(
+                "delivery_order='data': expected complete conversations, got turns, which are delivered as they come. "
+                "Pass trajs_per_batch= or groups_per_batch= with it, or drop it."
+            )
         if self.yield_completed_trajectories is False:
             against = {
                 "yield_only_last_steps=True": self.yield_only_last_steps,

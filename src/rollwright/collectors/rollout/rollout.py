@@ -116,7 +116,7 @@ class Rollout:
             self.env = env = taking_indices(env, self._trial().indices())
         self._warn_of_private_entries()
         in_turns = dialogue_parts(env, self.acting.policy, options) is not None
-        streams = options.async_envs if in_turns else goes_by_itself(env, options)
+        streams = options.in_stream if in_turns else goes_by_itself(env, options)
         self.num_rows = 1 if streams else env.numel()
         self.counts = FrameCounts.of(options, self.num_rows)
         self.timer, self.episodes = StageTimer(), EpisodeStats()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,12 @@ class PromptSource(ABC):
     @abstractmethod
     def group_size(self, origin: Origin) -> int:
         """Conversations of the group of ``origin`` that were not delivered before the last load."""
+
+    def undelivered(self) -> Iterator[tuple[int, int]]:
+        """Group and repeat of all conversations that were not delivered, in the order of the data, without an end."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not know the order of its data. Implement undelivered()."
+        )
 
     @abstractmethod
     def shard(self, index: int, count: int) -> None:

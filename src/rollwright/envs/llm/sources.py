@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -145,6 +146,12 @@ class DatasetSource(PromptSource):
     def group_size(self, origin: Origin) -> int:
         """See :meth:`PromptSource.group_size`."""
         return self.repeats - self._before.get(origin.group, 0)
+
+    def undelivered(self) -> Iterator[tuple[int, int]]:
+        """See :meth:`PromptSource.undelivered`."""
+        for group in itertools.count(self._low, self._count):
+            done = self._delivered.get(group, ())
+            yield from ((group, repeat) for repeat in range(self.repeats) if repeat not in done)
 
     def delivered(self, origin: Origin) -> None:
         """See :meth:`PromptSource.delivered`."""

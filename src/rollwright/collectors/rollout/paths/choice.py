@@ -192,7 +192,7 @@ def turn_path(parts: PathParts) -> Path | None:
         engine,
         hooks=lambda: _hooks(parts.env),
         layout=_layout(parts.env, policy),
-        streams=bool(parts.options.async_envs),
+        streams=parts.options.in_stream,
         how={"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"},
     )
     if conversations.template is not None and not engine.end_ids:
