@@ -47,26 +47,27 @@ MYPY = False  # which mypy takes to be true
 
 @with_options(CollectorOptions, BackendOptions, WorkerOptions, leave_out=["num_workers"])
 class Collector(BaseCollector):
-    """Collects experience in this process.
+    """Steps an environment with a policy, and yields batches of experience.
 
-    With ``num_collectors=N`` or ``backend="process"``, in N other processes: the call returns a
-    :class:`~rollwright.collectors.MultiCollector` then (``sync=False`` by default).
+    Collects in this process. With ``num_collectors=N`` or ``backend="process"``, it collects in N other processes; the
+    call then returns a :class:`~rollwright.collectors.MultiCollector` (``sync=False`` by default).
 
     Args:
-        create_env_fn: an environment, or a callable that makes one.
-        policy: a callable on TensorDicts, a ``TensorDictModule``, an ``nn.Module`` whose ``forward`` takes entries of
-            the environment by name, or None for random actions.
+        create_env_fn: an environment, its name, or a function that makes one.
+        policy: a ``TensorDictModule``; a function or an ``nn.Module`` whose arguments are named like entries of the
+            environment; a function of a TensorDict; None for random actions.
         **options: those of :class:`~rollwright.collectors.CollectorOptions`; ``num_collectors`` and ``backend``; with
             them, those of :class:`~rollwright.collectors.MultiCollector`.
 
     Yields:
-        TensorDicts ``[*env, T]``, ``T = ceil(frames_per_batch / number of environments)``, the last dimension named
-        ``"time"``. The root holds what the policy saw and did; ``"next"`` holds what came of it, with the true last
-        observation where a trajectory ended. ``("collector", "traj_ids")`` int64 ``[*env, T]`` tells trajectories
-        apart; a trajectory may go on in the next batch. Each batch has memory of its own (unless ``return_same_td``).
+        TensorDicts ``[*env, T]`` with ``T = ceil(frames_per_batch / number of environments)``; the last dimension is
+        named ``"time"``. The root has what the policy saw and did. ``"next"`` has what followed, with the true last
+        observation where a trajectory ended. ``("collector", "traj_ids")``, int64 ``[*env, T]``, identifies
+        trajectories; a trajectory may continue in the next batch. Each batch has memory of its own, unless
+        ``return_same_td=True``.
 
     Raises:
-        ValueError, TypeError: an option is wrong, or two of them contradict one another.
+        ValueError, TypeError: an option is wrong, or two options contradict each other.
         EnvError, PolicyError: the environment or the policy broke its contract; the message describes it.
 
     Example:

@@ -16,11 +16,11 @@ _makers: list[Callable[..., Any]] = []  # of collectors with workers
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOptions:
-    """How many collect, for ``Collector(...)``.
+    """The number of collectors, for ``Collector(...)``.
 
     Attributes:
-        num_collectors: number of workers, each with an environment and a policy of its own; on other machines, number
-            of groups of workers; None: collect in this process, unless ``backend`` names another.
+        num_collectors: number of workers, each with an environment and a policy of its own. On other machines, number
+            of groups of workers. None: collect in this process, unless ``backend`` names another place.
     """
 
     num_collectors: Annotated[int | None, whole(1)] = None

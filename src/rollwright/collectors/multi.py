@@ -65,22 +65,22 @@ _log = logging.getLogger("rollwright")
 class MultiCollector(BaseCollector):
     """Collects experience in several processes, each with an environment and a policy of its own.
 
-    ``MultiCollector(..., sync=True)`` is a :class:`MultiSyncCollector`, ``MultiCollector(..., sync=False)``, the
-    default, a :class:`MultiAsyncCollector`.
+    ``MultiCollector(..., sync=True)`` returns a :class:`MultiSyncCollector`. ``MultiCollector(..., sync=False)``, the
+    default, returns a :class:`MultiAsyncCollector`.
 
     Args:
         create_env_fn: makes an environment, in a worker; or a list of such functions, one for each worker.
-        policy: as of :class:`Collector`; each worker acts with a copy, see :meth:`update_policy_weights_`.
-        backend: where workers run: in processes of this machine (``"process"``, None), or in groups that share nothing
-            with this process, on any machine (``"tcp"``) or in actors of a Ray cluster (``"ray"``).
+        policy: as for :class:`Collector`. Each worker acts with a copy; see :meth:`update_policy_weights_`.
+        backend: where workers run. ``"process"`` (None): in processes of this machine. ``"tcp"``: in groups that share
+            no memory with this process, on any machine. ``"ray"``: in such groups in actors of a Ray cluster.
         **options: those of :class:`~rollwright.collectors.workers.options.WorkerOptions` and of
             :class:`~rollwright.collectors.CollectorOptions`. ``frames_per_batch``, ``policy_factory``, devices and
             ``create_env_kwargs`` may be lists, one for each worker.
 
     Raises:
-        ValueError, TypeError: an option is wrong, or two of them contradict one another.
-        WorkerError: a worker could not make its environment or its policy. It is an instance of the original error's
-            class too.
+        ValueError, TypeError: an option is wrong, or two options contradict each other.
+        WorkerError: a worker could not make its environment or its policy. It is also an instance of the original
+            error's class.
 
     Example:
         >>> from rollwright.envs import GymEnv

@@ -77,29 +77,29 @@ class CollectorOptions:
     An instance is complete and can be sent to another process.
 
     Attributes:
-        frames_per_batch: frames in a batch, over all environments. Rounded up to a multiple of the number of
+        frames_per_batch: frames in a batch, of all environments together. Rounded up to a multiple of the number of
             environments, with a warning.
-        total_frames: frames to deliver in all; -1 for no end. Rounded up to whole batches, with a warning.
-        policy_factory: called once, without arguments, where the policy is needed; instead of a policy.
+        total_frames: number of frames to deliver; -1: no end. Rounded up to whole batches, with a warning.
+        policy_factory: makes the policy where it is needed, in place of ``policy``; called once, without arguments.
         device: default of the three devices below. Workers on other machines look for these devices there.
-        policy_device: where the policy runs. A policy with parameters elsewhere is copied there, and
-            ``update_policy_weights_()`` brings the copy up to date. None: the policy stays where it is.
-        env_device: where the environment's data live. None: the environment's own device.
-        storing_device: where batches are delivered. None: the environment's device where the policy's is the
-            same, else no common device.
+        policy_device: where the policy runs. A policy with parameters on another device is copied there, and
+            ``update_policy_weights_()`` updates the copy. None: the policy stays where it is.
+        env_device: device of the environment's data. None: the environment's own device.
+        storing_device: device of the delivered batches. None: the environment's device if the policy has the same,
+            else no common device.
         create_env_kwargs: keyword arguments for the environment's constructor.
-        max_frames_per_traj: truncate trajectories after this many frames, counted for each environment by a
-            ``StepCounter`` appended to the environment. None, 0 or less: no limit.
-        init_random_frames: frames for which random actions stand in for the policy. Rounded up to whole batches,
-            with a warning. Their batches have all entries that the policy writes, zero where nothing was computed
-            (objects are those of one call), and actions in the dtype and shape that it writes. To see them, the policy
-            is called once on the first observations. That changes no random number and nothing in a module; a function,
-            or an object that is no module, is called itself and keeps what that call changes. None, 0 or less: none.
-        reset_at_each_iter: begin every batch with a reset of all environments, and new trajectory ids.
-        reset_when_done: reset environments whose trajectory ended. If False, stepping goes on after the end, under the
-            same trajectory id.
-        exploration_type: how probabilistic modules pick actions.
-        postproc: applied to each batch; its result is delivered.
+        max_frames_per_traj: truncate trajectories after this many frames of one environment. A ``StepCounter`` is
+            appended to the environment. None, 0 or less: no limit.
+        init_random_frames: take random actions for this many frames, before the policy acts. Rounded up to whole
+            batches, with a warning. Their batches have all entries that the policy writes, zero where nothing was
+            computed, and actions in the policy's dtype and shape (objects are those of one call). To find out, the
+            collector calls the policy once on the first observations. That changes no random number and nothing in a
+            module; a function, or an object that is no module, keeps what that call changes. None, 0 or less: none.
+        reset_at_each_iter: begin every batch with a reset of all environments and new trajectory ids.
+        reset_when_done: reset environments whose trajectory ended. If False, stepping continues after the end, under
+            the same trajectory id.
+        exploration_type: how probabilistic modules choose actions.
+        postproc: called with each batch; what it returns is delivered.
         split_trajs: deliver ``[trajectories, T]``, padded, with a mask; see
             :func:`~rollwright.collectors.utils.split_trajectories`.
         track_traj_ids: write ``("collector", "traj_ids")``.
@@ -107,56 +107,56 @@ class CollectorOptions:
             version of the weights that acted.
         return_same_td: deliver the same TensorDict each time, overwritten.
         interruptor: an :class:`~rollwright.collectors.Interruptor` that can end a rollout between two steps.
-        set_truncated: mark the last frame of each batch as truncated and done unless it is terminated. The next
+        set_truncated: mark the last frame of each batch as truncated and done, unless it is terminated. The next
             batch begins new trajectory ids.
-        env_groups: step the environments of a batch in this many groups in turn: while those of one group take their
-            step, the policy acts for the next. Needs environments that work by themselves (``ParallelEnv`` of
-            environments on arrays) and a policy that runs on arrays; it is called once for each group. A group is a
-            range of the batch's first dimension; their sizes differ by one at most. Whatever stands against it is an
-            error at construction; what comes later (a hook on the policy, another transform) is a warning, and steps
-            are taken in one group from then on.
-        on_env_failure: what follows when the environment raises in a step or a reset. ``"raise"``: an error.
-            ``"recreate"``: ``create_env_fn``, which must be a function, makes another one in its place, with its
-            transforms; the step that failed is a frame with the last observation once more, a reward of 0 and
-            ``truncated`` and ``done`` set. What the environment kept in buffers is reset, and its seed is made of
-            the old one. The first time gives a ``RuntimeWarning``, all are counted in
-            ``stats()["env_recreations"]``; four failures without a step in between are raised. A batch of environments
-            is recreated as a whole: ``SerialEnv`` and ``ParallelEnv`` have an option of this name for the single ones.
-            An environment that does not return from a step cannot be recreated in its own process: one of a
-            ``ParallelEnv`` with ``env_step_timeout`` can, and so can a worker, by ``on_worker_failure="restart"``.
-        use_buffers: write frames into memory allocated for the batch, and refuse those whose shapes vary; frames that
-            hold objects are stacked at its end. False: stack all frames. None: True, unless shapes vary.
-        compact_obs: leave observations out below ``"next"``, where they repeat the root of the next frame; those that
-            no root repeats are kept aside, see :func:`~rollwright.collectors.utils.restore_next`. Objects, and tensors
+        env_groups: step the environments of a batch in this many groups: while one group steps, the policy acts for
+            the next. This needs a ``ParallelEnv`` of environments on arrays, and a policy on arrays. The policy is
+            called once for each group. A group is a range of the batch's first dimension; group sizes differ by at
+            most one. Anything that rules groups out is an error at construction. If it comes later (a hook on the
+            policy, another transform), a warning says so, and the collector steps one group from then on.
+        on_env_failure: what to do if the environment raises in a step or a reset. ``"raise"``: raise an error.
+            ``"recreate"``: call ``create_env_fn``, which must be a function, to make another one, with its
+            transforms. The frame of the failed step repeats the last observation, with a reward of 0 and
+            ``truncated`` and ``done`` set. Running statistics are reset, and the seed is derived from the old one. The
+            first failure gives a ``RuntimeWarning``; ``stats()["env_recreations"]`` counts all. Four failures without a
+            step in between are raised. A batch of environments is recreated as a whole; use the option of this name
+            of ``SerialEnv`` and ``ParallelEnv`` to recreate single environments. An environment that never returns
+            from a step cannot be recreated in its own process: use ``env_step_timeout`` of a ``ParallelEnv``, or
+            ``on_worker_failure="restart"``.
+        use_buffers: write frames into memory that is allocated for the batch, and refuse frames whose shapes vary;
+            frames with objects are stacked at the end. False: stack all frames. None: True, unless shapes vary.
+        compact_obs: do not store observations below ``"next"`` that the root of the next frame repeats. The others
+            are kept separately; :func:`~rollwright.collectors.utils.restore_next` puts all back. Objects, and tensors
             whose shape varies, stay.
-        trust_policy: call the policy as it is, without wrapping. None: True for TensorDict modules only.
-        compile_policy: compile the policy at the first batch: known layers and distributions to a NumPy program, others
-            through ``torch.compile``; a dictionary holds arguments of the latter, which it chooses.
-        cudagraph_policy: run the policy as a CUDA graph; a dictionary holds arguments of ``CudaGraphModule``.
-        auto_register_policy_transforms: append to the environment the ``InitTracker`` and the primers that recurrent
-            modules of the policy read and that the environment does not provide yet, and a ``CategoricalAction`` where
-            a module writes the index of a one-hot action.
-        no_cuda_sync: skip the synchronisation after copies between devices.
+        trust_policy: call the policy as it is, without wrapping it. None: True for TensorDict modules only.
+        compile_policy: compile the policy at the first batch. Known layers and distributions become a NumPy program,
+            others go through ``torch.compile``. A dictionary has arguments of ``torch.compile``, and selects it.
+        cudagraph_policy: run the policy as a CUDA graph; a dictionary has arguments of ``CudaGraphModule``.
+        auto_register_policy_transforms: append to the environment what the policy needs and the environment lacks:
+            ``InitTracker`` and the primers of recurrent modules, and a ``CategoricalAction`` for a module that writes
+            the index of a one-hot action.
+        no_cuda_sync: skip the synchronization after copies between devices.
         pre_collect_hook: called without arguments before each rollout.
         post_collect_hook: called with each batch just before it is delivered.
-        worker_idx: index of this collector among its siblings.
-        trajs_per_batch: deliver exactly this many complete trajectories at a time, in the order in which they ended;
-            what is in progress is held until it ends. With ``replay_buffer``, each is written when it is complete.
-            ``frames_per_batch`` says how often the collector looks; ``total_frames`` counts frames that were stepped:
-            trajectories that are incomplete then, or fewer than this, are not delivered (``stats()`` counts them).
-            ``max_frames_per_traj`` and ``set_truncated`` make complete what they cut.
-        traj_format: of a batch of complete trajectories: ``"padded"`` ``[trajectories, T]``, with a mask, or ``"cat"``,
-            one after another ``[sum of lengths]``.
-        trajs_per_write: with ``replay_buffer``, write up to this many complete trajectories at a time, as many as there
-            are; default: 1.
-        replay_buffer: where frames go; the collector then yields None for each rollout. Frames are written flat into
-            a storage of one dimension, as they are into one of more.
-        weight_sync_schemes: how weights travel, by model.
-        weight_recv_schemes: schemes to receive weights through, by model; see ``register_scheme_receiver()``.
-        weight_updater: an updater of one's own, or a function that makes it.
-        extend_buffer: write whole rollouts, after ``postproc``. If False, every step is written when it was taken,
-            and ``postproc`` is not called.
-        progress: show a progress bar with frames, frames per second and mean return on stderr; where that is no
+        worker_idx: index of this collector among several.
+        trajs_per_batch: deliver exactly this many complete trajectories at a time, in the order in which they ended.
+            Unfinished trajectories are held until they end. With ``replay_buffer``, each is written when it is
+            complete. ``frames_per_batch`` is then the number of frames between two checks. ``total_frames`` counts
+            frames that were stepped: trajectories that are incomplete at the end, or fewer than this, are not delivered
+            (``stats()`` counts them). Trajectories that ``max_frames_per_traj`` or ``set_truncated`` cut are complete.
+        traj_format: layout of a batch of complete trajectories. ``"padded"``: ``[trajectories, T]``, with a mask.
+            ``"cat"``: one after the other, ``[sum of lengths]``.
+        trajs_per_write: with ``replay_buffer``, write up to this many complete trajectories at a time, if there are
+            several; default: 1.
+        replay_buffer: buffer to write frames to; the collector then yields None for each rollout. Frames are written
+            flat into a storage of one dimension, and in their shape into one of more dimensions.
+        weight_sync_schemes: how weights are transferred, by model.
+        weight_recv_schemes: schemes that this collector receives weights from, by model; see
+            ``register_scheme_receiver()``.
+        weight_updater: your own updater, or a function that makes it.
+        extend_buffer: write whole rollouts, after ``postproc``. If False, every step is written at once, and
+            ``postproc`` is not called.
+        progress: show a progress bar on stderr with frames, frames per second and mean return. If stderr is no
             terminal, print a line every few seconds.
 
     Example:

@@ -51,56 +51,56 @@ _SHUTDOWN_S = 10.0
 
 @with_options(CollectorOptions, only=EVALUATOR_OPTIONS)
 class Evaluator:
-    """Runs whole episodes with a policy, while training goes on.
+    """Runs whole episodes with a policy, while training continues.
 
-    An evaluation is ``num_trajectories`` complete episodes, from a reset: of a batch of ``e`` environments, each gives
-    its first ``num_trajectories / e`` ones (not those that end first, which would be the short ones). The policy acts
-    in eval mode with a copy of the weights that is made when the evaluation is asked for: train on meanwhile. Running
-    statistics do not move: transforms that have ``freeze()`` are frozen, buffers and extra state of the policy are put
-    back after each step. Those of training come with ``weights_dict``, such as ``{"policy": policy,
-    "env.transform[0]": train_env.transform[0]}``.
+    An evaluation runs ``num_trajectories`` complete episodes, each from a reset. In a batch of ``e`` environments, each
+    contributes its first ``num_trajectories / e`` episodes. (The episodes that end first would be the short ones.) The
+    policy acts in eval mode, with a copy of the weights that is made when you call for the evaluation.
 
-    One evaluation runs at a time. What goes wrong in one is raised by :meth:`evaluate`, or at the next call of any
-    method, once; the next evaluation starts from a reset. A process that has ended, or was silent for
-    ``env_step_timeout`` and was killed, ends the evaluator: every further call raises that.
+    An evaluation changes no running statistics. Transforms with ``freeze()`` are frozen; buffers and extra state of the
+    policy are put back after each step. To evaluate with the statistics of training, pass ``weights_dict``, such as
+    ``{"policy": policy, "env.transform[0]": train_env.transform[0]}``.
 
-    ``frames_per_batch`` sets how often an evaluation checks whether it is complete.
+    One evaluation runs at a time. Its errors are raised once: by :meth:`evaluate`, or by the next call of any method.
+    The next evaluation starts from a reset. If the process has ended, or was silent for ``env_step_timeout`` and was
+    killed, every further call raises that.
+
+    ``frames_per_batch`` is the number of frames between two checks whether an evaluation is complete.
 
     Args:
-        create_env_fn: a callable that makes an environment; with ``backend="thread"``, or an environment, which is
-            the evaluator's own from then on.
-        env: ``create_env_fn`` by the name of other packages.
-        policy: as for :class:`~rollwright.collectors.Collector`. Without weights in :meth:`evaluate` and
-            :meth:`trigger_eval`, its weights of that moment are evaluated.
-        policy_factory: called once, where evaluations run, without arguments, or with the environment if it needs one;
-            ``policy`` then serves for weights only.
+        create_env_fn: makes an environment. With ``backend="thread"``, it may be an environment, which then belongs to
+            the evaluator.
+        env: another name for ``create_env_fn``.
+        policy: as for :class:`~rollwright.collectors.Collector`. If you pass no weights to :meth:`evaluate` and
+            :meth:`trigger_eval`, its current weights are evaluated.
+        policy_factory: called once where evaluations run, without arguments, or with the environment if it takes one.
+            ``policy`` is then used for its weights only.
         num_trajectories: episodes in an evaluation.
-        max_steps: truncate episodes after this many steps; None: no limit but the environment's own.
-        backend: ``"thread"``: in a thread of this process, which shares torch's generators with training (draws of a
-            policy that explores come from the same stream); ``"process"``: in a process, from the fork server;
-            ``"ray"``: in an actor of a Ray cluster.
+        max_steps: truncate episodes after this many steps; None: only the environment's own limit.
+        backend: where evaluations run. ``"thread"``: in a thread of this process, which shares torch's generators with
+            training. ``"process"``: in a process, from the fork server. ``"ray"``: in an actor of a Ray cluster.
         backend_options: with ``backend="ray"``: ``remote_configs`` (one dictionary, such as ``{"num_gpus": 1}``),
             ``ray_init_config`` and others of :class:`~rollwright.collectors.workers.remote.ray.Options`.
-        seed: of each evaluation, so that all begin with the same episodes; same weights, same result. None: the
-            environment goes on with its own randomness.
-        exploration_type: how probabilistic modules pick actions.
-        busy_policy: what :meth:`trigger_eval` does while an evaluation runs: ``"skip"`` returns False, ``"error"``
-            raises, ``"queue"`` runs this one next, in the place of any that waits already.
-        on_result: called with each result, in the evaluator's thread (in this process; guard what it shares). What it
-            raises is raised at the next call. It must not wait for evaluations. Numbers have ``item()``, as tensors do;
-            that of a list gives the mean.
-        metrics_fn: adds to each result what it returns, a dictionary of numbers by name. It is called where evaluations
-            run, with the frames of all episodes, ``[episodes, longest]``, padded, ``("collector", "mask")`` True on
-            real ones, in the order of ``"eval/returns"``. These are all held until then.
-        reward_key: the reward that counts; None: the only one that there is. Values of several agents are added up.
-        reward_keys: the same as other packages write it, ``("next", "reward")``.
-        done_keys: as in other packages, ``("next", "done")``, which is where episodes end.
-        dump_video: call ``dump()`` of the environment's transforms after each evaluation, such as a recorder's.
-        log_prefix: put before the names in a result.
-        env_step_timeout: seconds that a step, a reset, or ``on_result`` may take.
-        start_method: of the process: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
+        seed: seed of every evaluation, so that all begin with the same episodes. None: the environment continues with
+            its own randomness.
+        exploration_type: how probabilistic modules choose actions.
+        busy_policy: what :meth:`trigger_eval` does while an evaluation runs. ``"skip"`` returns False. ``"error"``
+            raises. ``"queue"`` runs this one next, in place of one that already waits.
+        on_result: called with each result, in the evaluator's thread in this process; protect what it shares. If it
+            raises, the next call raises. It must not wait for evaluations. Numbers have ``item()`` like tensors; that
+            of a list returns the mean.
+        metrics_fn: adds numbers of your own to each result: it returns a dictionary. It is called where evaluations
+            run, with the frames of all episodes, ``[episodes, longest]``, padded, with ``("collector", "mask")``, in
+            the order of ``"eval/returns"``. All frames are held until then.
+        reward_key: the reward to sum; None: the only one. Rewards of several agents are added up.
+        reward_keys: the same as TorchRL writes it, ``("next", "reward")``.
+        done_keys: as in TorchRL, ``("next", "done")``, where episodes end.
+        dump_video: call ``dump()`` of the environment's transforms, such as a video recorder, after each evaluation.
+        log_prefix: prefix of the names in a result.
+        env_step_timeout: seconds for a step, a reset, or ``on_result``.
+        start_method: how the process starts: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
         init_fn: called first in the process.
-        num_threads: of torch in the process.
+        num_threads: threads of torch in the process.
         **options: some of :class:`~rollwright.collectors.CollectorOptions`.
 
     Raises:

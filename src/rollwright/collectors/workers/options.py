@@ -35,46 +35,46 @@ class WorkerOptions:
     """The options of a collector with workers, besides those of :class:`~rollwright.collectors.CollectorOptions`.
 
     Attributes:
-        num_workers: how many; None: as many as there are functions in ``create_env_fn``.
-        sync: whether a batch is of all workers, each from the same version of the weights; if False, batches are of one
-            worker each, in the order in which they are finished.
-        cat_results: how a synchronous batch is put together: ``"stack"``: ``[W, *env, T]``; ``0``: along the first
-            dimension; ``-1``: along time. It lies so in memory from the beginning: nothing is copied. ``"stack"``, the
-            default, has no effect with ``sync=False``, and the others are refused there.
-        preemptive_threshold: share of the workers, in [0, 1], that a synchronous batch waits for; the others end their
-            rollouts after the current step (at least one is taken), and ``("collector", "mask")`` says which frames
-            were taken. 1.0 or None: all.
-        num_threads: that torch uses in this process, until shutdown; None: it stays as it is.
-        num_sub_threads: that torch uses in each worker; None: the cores that this process may use, shared out.
+        num_workers: number of workers; None: as many as there are functions in ``create_env_fn``.
+        sync: True: a batch has one rollout of each worker, all with the same version of the weights. False: a batch
+            has one rollout of one worker, in the order in which they are finished.
+        cat_results: how a synchronous batch is put together. ``"stack"`` (the default): ``[W, *env, T]``; ``0``: along
+            the first dimension; ``-1``: along time. Workers write it in this shape, so nothing is copied. With
+            ``sync=False``, ``"stack"`` has no effect, and the others are refused.
+        preemptive_threshold: share of the workers, in [0, 1], that a synchronous batch waits for. The others end their
+            rollouts after the current step (and take at least one). ``("collector", "mask")`` says which frames were
+            taken. 1.0 or None: wait for all.
+        num_threads: threads of torch in this process, until shutdown; None: unchanged.
+        num_sub_threads: threads of torch in each worker; None: workers share the cores that this process may use.
         update_at_each_batch: call ``update_policy_weights_()`` before each batch.
-        start_method: of the processes: ``"forkserver"`` (None; a server that has imported torch, and not the program's
-            main module, forks them), ``"spawn"`` or ``"fork"``.
-        init_fn: called without arguments in each worker before anything else.
-        on_worker_failure: ``"raise"``: a worker that raises or dies is an error at the next call. ``"restart"``:
-            another takes its place, with new trajectory ids.
-        max_restarts: how often one worker is replaced, in all, before it is an error.
-        restart_delay: seconds before the first replacement of a worker; twice as long before each further one, but
-            after the worker was at work for more than ten times its last delay.
-        start_timeout: seconds for a worker to make its environment and its policy; on other machines also to be
-            started, which a queue or a cluster that grows may take long for.
-        env_step_timeout: seconds that one step may take before its worker counts as failed; None: no limit.
-        max_policy_lag: versions of the weights that may have been published, when a batch is delivered (with a replay
-            buffer: written), since the one that acted first in it; None: any number.
-        policy_lag: how that is kept: ``"wait"``: workers are asked for no more rollouts ahead than the consumer takes
-            in time at its pace (the most versions it has published from one batch to the next), and another thread's
-            ``update_policy_weights_()`` waits for rollouts in progress. ``"drop"``: they go on; what is too stale is
-            thrown away, counted (``stats()["frames_stale"]``), and taken again in new trajectories. A pace that rises
-            makes ``"wait"`` drop too.
-        max_batches_held: batches (of one worker, where ``sync=False``) that the consumer may hold as views of shared
-            memory; beyond that it gets copies.
+        start_method: how processes start. ``"forkserver"`` (None): a server that has imported torch, but not your
+            main module, forks them. Or ``"spawn"``, ``"fork"``.
+        init_fn: called first in each worker, without arguments.
+        on_worker_failure: what to do if a worker raises or dies. ``"raise"``: the next call raises. ``"restart"``:
+            another worker takes its place, with new trajectory ids.
+        max_restarts: how often one worker is replaced before its failure is an error.
+        restart_delay: seconds before the first replacement of a worker, and twice as long before each further one. It
+            starts again at this value after a worker that ran for more than ten times its last delay.
+        start_timeout: seconds for a worker to make its environment and its policy. On other machines, this includes the
+            time to start it, which may be long in a queue or on a cluster that grows.
+        env_step_timeout: seconds for one step, after which its worker counts as failed; None: no limit.
+        max_policy_lag: how many versions of the weights may be published between the first weights that acted in a
+            batch and its delivery (with a replay buffer: its write); None: any number.
+        policy_lag: how to keep ``max_policy_lag``. ``"wait"``: workers are asked for no more rollouts than you take in
+            time, judged by the most versions that you have published between two batches, and
+            ``update_policy_weights_()`` of another thread waits for rollouts in progress. ``"drop"``: workers
+            continue; rollouts that are too old are thrown away, counted in ``stats()["frames_stale"]``, and collected
+            again in new trajectories. If you publish faster than before, ``"wait"`` may drop, too.
+        max_batches_held: batches that you may hold as views of shared memory (with ``sync=False``, batches of one
+            worker). Further ones are copies.
         shutdown_timeout: seconds that workers have to end by themselves.
-        backend: where the environments are: ``"process"`` or ``"multiprocessing"``: in processes of this machine;
-            ``"tcp"``: in groups of workers that share nothing with this process, on any machine; ``"ray"``: in such
-            groups in actors of a Ray cluster; ``"distributed"``: in such groups, whose batches and weights move over
-            process groups of torch.distributed; ``"rpc"``: by calls of its RPC; ``"submitit"``: as ``"distributed"``,
-            in jobs of Slurm; ``"direct"``: in this process, without workers; None: as the numbers of collectors and
-            workers say.
-        backend_options: of the backend: see :class:`~rollwright.collectors.workers.remote.transport.RemoteOptions`.
+        backend: where workers run. ``"process"`` or ``"multiprocessing"``: in processes of this machine. ``"tcp"``: in
+            groups that share no memory with this process, on any machine. ``"ray"``: in such groups in actors of a Ray
+            cluster. ``"distributed"``: in such groups, whose batches and weights move over process groups of
+            torch.distributed; ``"rpc"``: over calls of its RPC; ``"submitit"``: like ``"distributed"``, in jobs of
+            Slurm. ``"direct"``: in this process, without workers. None: chosen by the number of workers.
+        backend_options: options of the backend; see
+            :class:`~rollwright.collectors.workers.remote.transport.RemoteOptions`.
     """
 
     num_workers: Annotated[int | None, whole(1)] = None
