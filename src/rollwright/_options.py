@@ -212,10 +212,10 @@ def _sentences(declaration: type) -> dict[str, str]:
     """The text of the docstring for each option, by name."""
     found: dict[str, list[str]] = {}
     current: list[str] = []
-    inside = False
+    inside, section = False, "Attributes:" if is_dataclass(declaration) else "Args:"
     for line in inspect.cleandoc(declaration.__doc__ or "").splitlines():
         if not line.startswith(" "):
-            inside = line in ("Args:", "Attributes:")
+            inside = line == section
         elif inside:
             match = re.match(r"    (\w+): ", line)
             if match:

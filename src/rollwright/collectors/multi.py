@@ -552,7 +552,7 @@ class MultiCollector(BaseCollector):
         return select_workers(found, workers)
 
     def fake_tensordict(self) -> TensorDictBase:
-        """See :meth:`BaseCollector.fake_tensordict`; each worker makes its part."""
+        """A batch of zeros with the entries, shapes, dtypes and names of delivered ones; steps nothing."""
         blanks = self.map_fn("fake_tensordict")
         if self.options.delivers_whole:
             return as_trajectories(blanks, padded=self.options.traj_format == "padded")

@@ -118,7 +118,7 @@ class MultiStep(nn.Module):
         return rewritten
 
     def extra_repr(self) -> str:
-        """See :meth:`torch.nn.Module.extra_repr`."""
+        """The settings that ``repr`` shows."""
         return f"gamma={self.gamma}, n_steps={self.n_steps}"
 
     def _check(self, batch: TensorDictBase) -> None:
@@ -234,7 +234,7 @@ class RewardToGo(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """See :meth:`torch.nn.Module.extra_repr`."""
+        """The settings that ``repr`` shows."""
         return f"gamma={self.gamma}, in_keys={self.in_keys}, out_keys={self.out_keys}"
 
 

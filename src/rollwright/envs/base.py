@@ -85,35 +85,34 @@ _NOTHING_SEEN = LastSeen()
 
 
 class EnvBase(EnvSpecs, metaclass=_EnvMeta):
-    """An environment, or a batch of them, that speaks TensorDict.
+    """Base class of environments, single or in batches.
 
-    Subclass it with four things: specs set in ``__init__``, ``_reset``, ``_step`` and ``_set_seed``.
-    ``_step`` returns what came of the action *without* ``"next"`` around it; ``_reset`` returns the
-    first observations. Both are copied, so they may lie in buffers that are written again. ``done``,
-    ``terminated`` and ``truncated`` are completed from one another, and a trailing dimension of one is
-    added to rewards and flags that lack it.
+    Subclass it: set specs in ``__init__``, and write ``_reset``, ``_step`` and ``_set_seed``. ``_reset`` returns the
+    first observations. ``_step`` returns what follows the action, *without* ``"next"`` around it. Both results are
+    copied, so you may write into the same memory again. ``done``, ``terminated`` and ``truncated`` are completed from
+    one another. Rewards and flags without a trailing dimension of one get it.
 
     Args:
-        device: where the environment's tensors live. None: wherever ``_step`` leaves them.
-        batch_size: shape of the batch of environments that this object steps together, ``[]`` for one.
-        run_type_checks: also test with every step that values lie in their specs' domains (presence,
-            shape and dtype are always tested). Without it, an observation may lack a last dimension of one.
-        allow_done_after_reset: accept an environment that is done as soon as it is reset.
-        spec_locked: see :meth:`set_spec_lock_`; an argument of every environment's constructor, which subclasses need
-            not declare.
-        policy: an argument of every environment's constructor, which subclasses need not declare: a policy for which
-            the environment is to provide the marks of first steps and the first states that its recurrent modules
-            read. Where the environment lacks any, the result is a :class:`~rollwright.envs.TransformedEnv` of it with
-            an ``InitTracker`` and the policy's primers.
+        device: device of the environment's tensors. None: wherever ``_step`` leaves them.
+        batch_size: shape of the batch of environments that this object steps together; ``[]`` for one.
+        run_type_checks: also test at every step that values lie in the domains of their specs. (Presence, shape and
+            dtype are always tested.) If False, an observation may lack a last dimension of one.
+        allow_done_after_reset: accept an environment that is done right after its reset.
+        spec_locked: see :meth:`set_spec_lock_`. Every environment's constructor takes it; subclasses need not declare
+            it.
+        policy: add the transforms that this policy's recurrent modules need. If the environment lacks any, the result
+            is a :class:`~rollwright.envs.TransformedEnv` with ``InitTracker`` and the policy's primers. Every
+            environment's constructor takes it; subclasses need not declare it.
 
     Attributes:
-        batch_locked: False for an environment whose batch size is that of the data it is given.
+        batch_locked: False for an environment that takes its batch size from the data.
         stand_ins: entries that a policy may write in place of an action, by the key of the action.
-        made_its_parts: whether its constructor made what :meth:`close` closes: processes, other environments.
-        ends_with_step: names of entries at the root that are not carried on to the next step, not even in part.
-        read_at_reset: names of entries that a reset reads where they are passed to it.
-        resets_by_mask: whether a collector may call ``_reset`` after each step, with a mask that nobody has read: what
-            ``"_reset"`` does not mark stays as it is then. So it is done on devices other than the CPU in any case.
+        made_its_parts: whether the constructor made what :meth:`close` closes: processes, other environments.
+        ends_with_step: names of root entries that are not carried to the next step, not even in part.
+        read_at_reset: names of entries that a reset reads if they are passed to it.
+        resets_by_mask: whether a collector may call ``_reset`` after each step, with a mask that the host has not read.
+            Rows that ``"_reset"`` does not mark must then stay as they are. On devices other than the CPU, it always
+            does so.
         has_token_rewards: whether a step may return a reward ``[tokens, 1]``, one number for each token of an answer.
 
     Example:

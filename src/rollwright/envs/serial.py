@@ -25,43 +25,43 @@ from rollwright.errors import RollwrightError
 
 
 class SerialEnv(IndexedEnvs):
-    """A batch of environments that are stepped one after the other.
+    """Steps a batch of environments in this process, one after the other.
 
-    The batch size is ``[num_workers, *batch]``, where ``batch`` is that of each environment. A partial
-    reset reaches only the environments that ``"_reset"`` marks. Environments whose entries differ
-    give lazily stacked TensorDicts. Arguments of :meth:`reset` go to all environments, and those in
-    ``list_of_kwargs=[{...}, ...]`` to one each. Attributes that are not found here are looked up in the
-    environments: ``env.some_attribute`` is a list of theirs, ``env.some_method(...)`` a list of what
-    it returned. ``env[1:3]`` are two of them, as a batch.
+    The batch size is ``[num_workers, *batch]``, where ``batch`` is that of each environment. A partial reset reaches
+    only the environments that ``"_reset"`` marks. Environments with different entries give lazily stacked TensorDicts.
+    Arguments of :meth:`reset` go to all environments; ``list_of_kwargs=[{...}, ...]`` has arguments for each.
+
+    Attributes that this class lacks are looked up in the environments: ``env.some_attribute`` is a list of their
+    values, ``env.some_method(...)`` a list of what they return. ``env[1:3]`` is a view of two environments, as a batch.
 
     Args:
         num_workers: number of environments.
         create_env_fn: makes an environment; or a list with one such function for each.
         create_env_kwargs: arguments for it, or a list of them.
-        device: where the batch's data is put; None: where the environments have theirs.
-        serial_for_single: no effect; there so that a program can exchange this class for ``ParallelEnv``.
+        device: device of the batch's data; None: that of the environments.
+        serial_for_single: no effect; for programs that use ``ParallelEnv`` as well.
         mp_start_method: no effect, as ``serial_for_single``.
         num_threads: no effect, as ``serial_for_single``.
         num_sub_threads: no effect, as ``serial_for_single``.
         non_blocking: no effect, as ``serial_for_single``.
-        on_env_failure: what follows when an environment raises in a step or a reset. ``"raise"``: an error that names
-            it. ``"recreate"``: another one is made in its place, and the others do not notice; the step that failed is
-            a frame with the last observation once more, a reward of 0 and ``truncated`` and ``done`` set, so that its
-            trajectory ends. What the environment kept in buffers is reset, and its seed is made of the old one. The
-            first time gives a ``RuntimeWarning``, all are counted in :attr:`recreations`; four failures of one
-            environment without a step in between are raised. An environment whose step does not return can
-            be replaced only in another process, by ``ParallelEnv``.
+        on_env_failure: what to do if an environment raises in a step or a reset. ``"raise"``: raise an error that names
+            it. ``"recreate"``: make another one in its place, while the others continue. The frame of the failed step
+            repeats the last observation, with a reward of 0 and ``truncated`` and ``done`` set, so the trajectory ends.
+            Running statistics are reset, and the seed is derived from the old one. The first failure gives a
+            ``RuntimeWarning``; :attr:`recreations` counts all. Four failures of one environment without a step in
+            between are raised. An environment that never returns from a step can be replaced only in another process,
+            by ``ParallelEnv``.
         policy: see :class:`~rollwright.envs.EnvBase`.
-        **ignored: options of other libraries without effect here, so that programs written with them run; see
+        **ignored: options of other libraries without effect, so that programs written for them run; see
             :class:`~rollwright.envs.batched.ignored.IgnoredOptions`.
 
     Attributes:
-        recreations: how many environments were in each place before, a list.
+        recreations: a list: how many environments were in each place before.
 
     Raises:
-        TypeError: ``create_env_fn`` is not, or does not make, what it should.
-        ValueError: lists of another length than ``num_workers``; environments that do not fit together.
-        EnvError: an environment raised, or a factory did.
+        TypeError: ``create_env_fn`` is no such function, or does not return an environment.
+        ValueError: a list has another length than ``num_workers``, or environments do not fit together.
+        EnvError: an environment raised, or could not be made.
 
     Example:
         >>> from rollwright.envs import GymEnv
@@ -124,7 +124,7 @@ class SerialEnv(IndexedEnvs):
         self._envs = envs  # from here on, attributes are looked up in them, which may have a "worker0" too
 
     def known_parts(self) -> list[EnvBase]:
-        """See :meth:`BatchedEnv.known_parts`."""
+        """The environments that are already made."""
         return self._envs
 
     def _open(self) -> list[EnvBase]:
@@ -139,7 +139,7 @@ class SerialEnv(IndexedEnvs):
     # Stepping ---------------------------------------------------------------------------------
 
     def step_outcome(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """See :meth:`EnvBase.step_outcome`: on arrays, where all environments have that form."""
+        """What :meth:`step` puts below ``"next"``; on arrays, if all environments have that form."""
         one_by_one = self._recreates or self.ndim > 1 or tensordict.get(STEPPED, None) is not None
         stepped = None if one_by_one else self.step_on_arrays(tensordict)
         if stepped is None:
@@ -153,7 +153,7 @@ class SerialEnv(IndexedEnvs):
         return self.step_rows(tensordict, [every or bool(marks[i].any()) for i in range(self.num_workers)])
 
     def step_rows(self, tensordict: TensorDictBase, marks: Sequence[bool]) -> TensorDictBase:
-        """See :class:`IndexedEnvs`; environments that take no step keep the outcome of the one before, if there was."""
+        """Step some environments; None: all. The others keep the result of their last step, if there was one."""
         outcomes: list[TensorDictBase | None] = []
         for i, (env, row) in enumerate(zip(self._envs, tensordict.unbind(0), strict=True)):
             if not marks[i]:
@@ -171,7 +171,7 @@ class SerialEnv(IndexedEnvs):
         return self.reset_rows(tensordict, [True] * self.num_workers, **kwargs)
 
     def reset_rows(self, tensordict: TensorDictBase | None, marks: Sequence[bool], **kwargs: Any) -> TensorDictBase:
-        """See :class:`IndexedEnvs`."""
+        """Reset some environments; of these, only what ``"_reset"`` marks."""
         rows = [None] * self.num_workers if tensordict is None else tensordict.unbind(0)
         fresh: list[TensorDictBase | None] = []
         for i, (env, row) in enumerate(zip(self._envs, rows, strict=True)):
@@ -195,7 +195,7 @@ class SerialEnv(IndexedEnvs):
     # The environments together ------------------------------------------------------------------
 
     def seed_rows(self, rows: Sequence[int], seed: int | None, static_seed: bool) -> int | None:
-        """See :class:`IndexedEnvs`."""
+        """Seed some environments."""
         last = None
         for row in rows:
             last = self._envs[row].set_seed(seed, static_seed)
@@ -233,7 +233,7 @@ class SerialEnv(IndexedEnvs):
         return self.look_up(name, range(self.num_workers))
 
     def look_up(self, name: str, rows: Sequence[int]) -> Any:
-        """See :class:`IndexedEnvs`."""
+        """Values of an attribute of some environments; for a method, a function that calls it in each of them."""
         values = [getattr(self._envs[row], name) for row in rows]
         return call_each(values) if all(callable(value) for value in values) else values
 

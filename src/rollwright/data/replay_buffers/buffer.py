@@ -64,44 +64,44 @@ _SERVICE = "rollwright.data.replay_buffers.service.buffer"
 
 @with_options()
 class ReplayBuffer:
-    """Keeps experience, and samples it.
+    """Stores experience and samples from it.
 
-    Threads may write and sample at once; with ``shared=True`` processes may. A batch holds elements that were written
-    whole, whatever is written or killed in the meantime.
+    Threads may write and sample at the same time; with ``shared=True``, processes may, too. A batch has only elements
+    that were completely written, whatever is written or killed in the meantime.
 
     Args:
-        storage: where elements rest, or a callable that makes it; default: ``ListStorage(1000)``.
-        sampler: which elements come out, or a callable that makes it; default: uniform.
-        writer: where elements go, or a callable that makes it; default: one after the other, over the oldest.
-        collate_fn: makes a batch of the list of elements that a ``ListStorage`` gives (default: stacked where they are
-            tensors or TensorDicts); applied to the batches of other storages too.
-        pin_memory: deliver batches in pinned memory, which a GPU reads without another copy.
+        storage: keeps the elements; or a function that makes it. Default: ``ListStorage(1000)``.
+        sampler: decides which elements a batch has; or a function that makes it. Default: uniform.
+        writer: decides where new elements go; or a function that makes it. Default: one after the other, over the
+            oldest.
+        collate_fn: makes a batch of the list of elements of a ``ListStorage`` (default: stacks tensors and
+            TensorDicts). Also applied to the batches of other storages.
+        pin_memory: return batches in pinned memory, which a GPU reads without another copy.
         prefetch: number of batches to prepare ahead, in threads.
-        transform: applied to each batch: a transform, a module or a callable. Where a transform has an inverse (a
-            method ``inv``, of this library or of another), it is applied to what is written.
-        transform_factory: makes the transform, instead.
-        batch_size: elements in a batch; ``sample`` may ask for another number.
-        dim_extend: of the data, the dimension that grows; default: the last of the storage's.
-        generator: where random numbers come from; default: torch's global one.
-        shared: let other processes write and sample. Pass the buffer to them when they are started. Without it, that
-            happens when ``multiprocessing`` sends the buffer to a process.
+        transform: applied to each batch: a transform, a module or a function. If it has an inverse (a method ``inv``),
+            the inverse is applied to what is written.
+        transform_factory: makes the transform, in place of ``transform``.
+        batch_size: elements in a batch; ``sample`` may override it.
+        dim_extend: dimension of the data along which elements are added; default: the last one of the storage.
+        generator: random generator; default: torch's global one.
+        shared: let other processes write and sample. Pass the buffer to them when you start them. Without it, the
+            buffer is shared when ``multiprocessing`` sends it to a process.
         limiter: keeps sampling and collecting at one pace: whichever is ahead waits.
-        service_backend: keep the buffer in a process of its own, which workers on any machine write to: ``"process"``
-            on this machine, ``"ray"`` in an actor. What is made is a
+        service_backend: keep the buffer in a process of its own, which workers on any machine can write to.
+            ``"process"``: on this machine. ``"ray"``: in an actor. The result is a
             :class:`~rollwright.data.replay_buffers.service.buffer.ServiceReplayBuffer`.
-        service_backend_options: of that backend, see there.
-        consume_after_n_samples: draw each element so often and no more, see
-            :class:`~rollwright.data.replay_buffers.samplers.consuming.ConsumingSampler`; ``len`` counts what is left.
-        delayed_init, compilable: accepted for programs of the field; they change nothing here. Parts are made at once
-            (their memory with the first element), and a buffer can be sent to a process whenever it was made.
+        service_backend_options: options of that backend; see there.
+        consume_after_n_samples: draw each element this many times only; see
+            :class:`~rollwright.data.replay_buffers.samplers.consuming.ConsumingSampler`. ``len`` counts what is left.
+        delayed_init, compilable: no effect, for programs that were written for TorchRL.
 
     Attributes:
-        limiter: as it was given.
-        insert_limiter: what a collector that writes here asks: the limiter, or that of the ensemble.
-        dim_extend: of the data, the dimension that grows.
-        drawing: held by whoever draws, and whoever changes the sampler.
-        fillers: collectors of this process that fill the buffer in the background: what ends their work is raised once,
-            by the next ``sample()``, ``len()`` or :attr:`write_count` too.
+        limiter: the argument of this name.
+        insert_limiter: the limiter that a collector asks before it writes: this one, or that of the ensemble.
+        dim_extend: dimension of the data along which elements are added.
+        drawing: lock that is held while elements are drawn and while the sampler is changed.
+        fillers: collectors of this process that fill the buffer in the background. Their errors are raised once, also
+            by the next ``sample()``, ``len()`` or :attr:`write_count`.
 
     Example:
         >>> from tensordict import TensorDict

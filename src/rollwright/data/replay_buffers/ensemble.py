@@ -362,7 +362,7 @@ class ReplayBufferEnsemble:
         return sum(member.write_count for member in self.members)
 
     def num_given(self) -> int:
-        """See :meth:`ReplayBuffer.num_given`."""
+        """:attr:`write_count`, for reports: raises no error of a collector that fills the buffer."""
         return sum(member.num_given() for member in self.members)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
@@ -415,12 +415,12 @@ class ReplayBufferEnsemble:
             member.set_rng(generator)
 
     def check_shareable(self) -> None:
-        """See :meth:`ReplayBuffer.check_shareable`; tests all members."""
+        """Test whether all members can be shared with other processes."""
         for member in self.members:
             member.check_shareable()
 
     def share(self, shared: bool = True) -> ReplayBufferEnsemble:
-        """See :meth:`ReplayBuffer.share`; shares all members."""
+        """Move all members to memory that processes share."""
         for member in self.members:
             member.share(shared)
         return self

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @with_options(ReplayBuffer)
 class TensorDictReplayBuffer(ReplayBuffer):
-    """A replay buffer of TensorDicts: batches hold the indices of their elements.
+    """Stores TensorDicts; batches have the indices of their elements.
 
-    A batch has the entry ``"index"`` (int64 ``[n]``, or ``[n, ndim]``), and the others that the sampler returns
-    (``"priority_weight"``), so the data have none of their own of these names. Where the data that are written hold
+    A batch has the entry ``"index"`` (int64 ``[n]``, or ``[n, ndim]``), and others that the sampler returns
+    (``"priority_weight"``). So your data must not have entries of these names. If data that you write have
     ``priority_key``, that is their first priority.
 
     Args:
@@ -91,7 +91,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """See :attr:`ReplayBuffer.own_names`."""
+        """Names of the entries that batches have in addition to stored ones."""
         weight = (WEIGHT,) if isinstance(self.sampler, PrioritizedSampler) else ()
         return ("index", *weight, *((GENERATION,) if self.writer.tracks_generations else ()))
 
@@ -143,16 +143,16 @@ def _prioritized(options: CommonBufferKeywords, alpha: float, beta: float, *more
 
 @with_options(ReplayBuffer, leave_out=["sampler"])
 class PrioritizedReplayBuffer(ReplayBuffer):
-    """A :class:`ReplayBuffer` with a :class:`PrioritizedSampler`.
+    """Samples elements by priority: a :class:`ReplayBuffer` with a :class:`PrioritizedSampler`.
 
     Args:
         alpha: exponent of priorities.
         beta: exponent of importance weights.
         eps: added to each priority.
-        dtype: of the weights.
-        reduction: makes one priority of several.
-        sync, sampler_device: accepted for programs of the field; they change nothing here. Whatever process writes, the
-            sampler takes it in when it draws; priorities lie in memory of the CPU.
+        dtype: dtype of the weights.
+        reduction: how several priorities of an element become one.
+        sync, sampler_device: no effect, for programs that were written for TorchRL. The sampler reads what other
+            processes have written when it draws. Priorities are in memory of the CPU.
         **options: those of :class:`ReplayBuffer`, except ``sampler``.
 
     Example:
@@ -179,17 +179,17 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
 @with_options(ReplayBuffer, leave_out=["sampler"])
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
-    """A :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`.
+    """Samples TensorDicts by priority: a :class:`TensorDictReplayBuffer` with a :class:`PrioritizedSampler`.
 
     Args:
         alpha: exponent of priorities.
         beta: exponent of importance weights.
         eps: added to each priority.
-        dtype: of the weights.
-        reduction: makes one priority of several.
+        dtype: dtype of the weights.
+        reduction: how several priorities of an element become one.
         priority_key: the entry that :meth:`update_tensordict_priority` reads.
-        sync, sampler_device: accepted for programs of the field; they change nothing here. Whatever process writes, the
-            sampler takes it in when it draws; priorities lie in memory of the CPU.
+        sync, sampler_device: no effect, for programs that were written for TorchRL. The sampler reads what other
+            processes have written when it draws. Priorities are in memory of the CPU.
         **options: those of :class:`ReplayBuffer`, except ``sampler``.
 
     Example:

@@ -165,7 +165,7 @@ class SampleToInsertRatio:
 
     @property
     def balance(self) -> float:
-        """See the class; below ``-margin`` nothing is drawn, above ``margin`` nothing is inserted."""
+        """How far inserting is ahead of sampling; it stays between ``-margin`` and ``margin``."""
         return self._balance_at(self.inserted)
 
     def _balance_at(self, inserted: int) -> float:

@@ -97,7 +97,7 @@ class PolicyAgeFilter(nn.Module):
             warn_user(f"{message} They are let through, whatever their age.")
 
     def extra_repr(self) -> str:
-        """See :meth:`torch.nn.Module.extra_repr`."""
+        """The settings that ``repr`` shows."""
         return f"max_policy_lag={self.max_policy_lag}, policy_version_key={self.policy_version_key!r}"
 
 
@@ -210,5 +210,5 @@ class NextStateReconstructor(nn.Module):
         return value
 
     def extra_repr(self) -> str:
-        """See :meth:`torch.nn.Module.extra_repr`."""
+        """The settings that ``repr`` shows."""
         return f"keys={self.keys}, fill_value={self.fill_value}"

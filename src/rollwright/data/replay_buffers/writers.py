@@ -133,7 +133,7 @@ class RoundRobinWriter(Writer):
         self.tracks_generations = bool(track_generations)
 
     def extend(self, storage: Storage, data: Any, dim: int) -> NDArray[np.int64]:
-        """See :meth:`Writer.extend`."""
+        """Write a batch, over the oldest elements if the storage is full; returns flat indices."""
         rows = storage.append(data, dim=dim)
         index = storage.index_of(rows)
         if rows.stop - rows.start < storage.capacity:
@@ -142,7 +142,7 @@ class RoundRobinWriter(Writer):
         return np.concatenate([np.full(lost, -1), index]) if lost else index
 
     def add(self, storage: Storage, data: Any, dim: int | None = None) -> NDArray[np.int64]:
-        """See :meth:`Writer.add`."""
+        """Write one element, over the oldest if the storage is full; returns its flat index."""
         if storage.ndim == 1:
             return storage.index_of(storage.append_one(data))
         return super().add(storage, data, dim)
@@ -207,7 +207,7 @@ class TensorDictMaxValueWriter(Writer):
         self._seen_in: Storage | None = None  # which storage that was
 
     def extend(self, storage: Storage, data: Any, dim: int) -> NDArray[np.int64]:
-        """See :meth:`Writer.extend`; one element after the other, as if each were added alone."""
+        """Write a batch, as if each element were added alone; returns flat indices, -1 for those not stored."""
         batch = torch.cat(data) if isinstance(data, list) else data
         if storage.ndim > 1 or storage.shared or not isinstance(batch, TensorDictBase):
             raise ValueError(
@@ -237,7 +237,7 @@ class TensorDictMaxValueWriter(Writer):
         return index
 
     def add(self, storage: Storage, data: Any, dim: int | None = None) -> NDArray[np.int64]:
-        """See :meth:`Writer.add`."""
+        """Write one element if its rank is high enough."""
         return self.extend(storage, data.unsqueeze(0) if isinstance(data, TensorDictBase) else data, 0)
 
     def _catch_up(self, storage: Storage) -> None:

@@ -205,7 +205,7 @@ class TensorSpec(abc.ABC):
         """Accepted for programs of the field, and changes nothing: :meth:`encode` remembers no values."""
 
     def erase_memoize_cache(self) -> None:  # noqa: B027
-        """See :meth:`memoize_encode`."""
+        """Clear the cache of :meth:`memoize_encode`."""
 
     def _project(self, val: Any) -> Any:
         """Same as :meth:`project`, by the name that specs of the field have for it."""

@@ -402,16 +402,16 @@ class Composite(SpecMapping):
         return new
 
     def index_batch(self, idx: Any, ndim: int) -> Any:
-        """See :meth:`TensorSpec.index_batch`."""
+        """Index the first ``ndim`` dimensions of all entries."""
         shape = index_shape(self.shape[:ndim], idx) + self.shape[ndim:]
         return self._mapped(lambda spec: spec.index_batch(idx, ndim), shape)
 
     def expand_batch(self, batch: torch.Size, ndim: int) -> Self:
-        """See :meth:`TensorSpec.expand_batch`."""
+        """Expand the first ``ndim`` dimensions of all entries to ``batch``."""
         return self._mapped(lambda spec: spec.expand_batch(batch, ndim), batch + self.shape[ndim:])
 
     def reshape_batch(self, batch: torch.Size, ndim: int) -> Self:
-        """See :meth:`TensorSpec.reshape_batch`."""
+        """Reshape the first ``ndim`` dimensions of all entries to ``batch``."""
         return self._mapped(lambda spec: spec.reshape_batch(batch, ndim), batch + self.shape[ndim:])
 
     def __eq__(self, other: object) -> bool:

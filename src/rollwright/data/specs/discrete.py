@@ -305,7 +305,7 @@ class Categorical(SingleChoice):
         self.prepare()
 
     def prepare(self) -> None:
-        """See :meth:`LeafSpec.prepare`."""
+        """Compute what depends on the parameters; called when one has changed."""
         check_capacity(self.n, self.dtype)
         self._outcomes = torch.arange(self.n, device=self.device)
 
@@ -417,7 +417,7 @@ class OneHot(SingleChoice):
         self.prepare()
 
     def prepare(self) -> None:
-        """See :meth:`LeafSpec.prepare`."""
+        """Compute what depends on the parameters; called when one has changed."""
         self._outcomes = torch.arange(self.n, device=self.device)
 
     @property

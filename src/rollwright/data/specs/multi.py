@@ -70,7 +70,7 @@ class MultiCategorical(DiscreteSpec):
         self.prepare()
 
     def prepare(self) -> None:
-        """See :meth:`LeafSpec.prepare`."""
+        """Compute what depends on the parameters; called when one has changed."""
         if self.nvec.numel():
             check_capacity(int(self.nvec.max()), self.dtype)
 
@@ -85,7 +85,7 @@ class MultiCategorical(DiscreteSpec):
         return [int(n) for n in rows[0].tolist()]
 
     def widths(self) -> tuple[int, ...]:
-        """See :meth:`DiscreteSpec.widths`."""
+        """Number of outcomes of each choice along the last dimension of the one-hot form."""
         return tuple(self._row())
 
     @property
@@ -230,14 +230,14 @@ class MultiOneHot(DiscreteSpec):
         self.prepare()
 
     def prepare(self) -> None:
-        """See :meth:`LeafSpec.prepare`."""
+        """Compute what depends on the parameters; called when one has changed."""
         ends = torch.tensor(self.nvec, device=self.device).cumsum(0)
         self._counts = torch.tensor(self.nvec, device=self.device)
         self._offsets = ends - self._counts  # where each choice begins in the last dimension
         self._starts = torch.tensor(self.start, device=self.device)
 
     def widths(self) -> tuple[int, ...]:
-        """See :meth:`DiscreteSpec.widths`."""
+        """Number of outcomes of each choice along the last dimension of the one-hot form."""
         return self.nvec
 
     @property

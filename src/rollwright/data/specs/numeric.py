@@ -108,7 +108,7 @@ class Bounded(_Numbers):
         """Nothing: TorchRL's Composites, which may hold this spec, tell their bounded entries their shape."""
 
     def prepare(self) -> None:
-        """See :meth:`LeafSpec.prepare`."""
+        """Compute what depends on the parameters; called when one has changed."""
         # Bounds without the dimensions along which they repeat: less work for each sample.
         self._low, self._high = _compact(self.low), _compact(self.high)
         self._interval: tuple[int, int] | None = None

@@ -30,40 +30,40 @@ Maker = str | EnvBase | GymnasiumEnv | EnvFunction
 
 
 class AsyncEnvPool(AsyncHalves):
-    """A batch of environments that step and reset independently: send to some, receive what is ready.
+    """Steps and resets environments independently: send to some, receive from those that are ready.
 
     Each call has two halves: ``async_step_send`` and ``async_step_recv``, ``async_reset_send`` and
-    ``async_reset_recv``, ``async_step_and_maybe_reset_send`` and ``async_step_and_maybe_reset_recv``. What is received
-    carries ``"env_index"``, int64 ``[n, *batch]``: which environment each row belongs to, in the order in which they
-    were ready; what is sent goes by it. ``reset``, ``step`` and the rest work as in
-    :class:`~rollwright.envs.SerialEnv`, with equal results, and wait for all; they need all environments to be idle.
+    ``async_reset_recv``, ``async_step_and_maybe_reset_send`` and ``async_step_and_maybe_reset_recv``. Results have
+    ``"env_index"``, int64 ``[n, *batch]``: the environment of each row, in the order in which they were ready. Send
+    data with the ``"env_index"`` of the environments that should get it. ``reset``, ``step`` and the others give the
+    results of :class:`~rollwright.envs.SerialEnv`. They wait for all environments, which must all be idle.
 
-    Environments that draw from torch's global generator share it in threads, and draw in whatever order they come by;
-    in processes each has its own.
+    In threads, environments that draw from torch's global generator share it, and draw in any order. In processes, each
+    has its own.
 
-    An environment that raises, or takes longer than ``env_step_timeout``, makes the ``recv`` that comes upon it raise;
-    results of others stay for the next one. It is idle then, and can be reset; one whose process has ended cannot.
+    If an environment raises, or takes longer than ``env_step_timeout``, the ``recv`` that reaches it raises. Results of
+    the others stay for the next one. The environment is then idle, and can be reset unless its process has ended.
 
     Args:
-        env_makers: a callable that makes an environment, or an environment, or a list of these.
-        backend: ``"threading"``: each environment in a thread of this process (made there too, if it is to be
-            made); ``"multiprocessing"``: each in a process, callables only.
-        stack: of results: ``"dense"``; ``"lazy"``; ``"maybe_dense"``: dense, unless environments differ.
-        create_env_kwargs: arguments for the callables, or a list of them.
-        min_get: how many results a ``recv`` waits for, by default.
-        device: where data is put; None: where the environments have theirs.
-        env_step_timeout: seconds that a step or a reset may take; None: an hour.
-        mp_start_method: of processes: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
-        exchange: no effect; there so that programs written for it run.
+        env_makers: makes an environment; or an environment, or a list of these.
+        backend: ``"threading"``: each environment in a thread of this process, and made there if it is to be made.
+            ``"multiprocessing"``: each in a process; functions only.
+        stack: how results are stacked: ``"dense"``, ``"lazy"``, or ``"maybe_dense"`` (dense, unless they differ).
+        create_env_kwargs: arguments for the functions, or a list of them.
+        min_get: number of results that a ``recv`` waits for, by default.
+        device: device of the data; None: that of the environments.
+        env_step_timeout: seconds for a step or a reset; None: an hour.
+        mp_start_method: how processes start: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
+        exchange: no effect, for programs that were written for it.
         policy: see :class:`~rollwright.envs.EnvBase`.
 
     Attributes:
         num_envs: number of environments.
-        min_get: see above; may be set.
+        min_get: as above; may be set.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or environments do not fit together.
-        EnvError: a factory failed.
+        EnvError: an environment could not be made.
 
     Example:
         >>> from rollwright.envs import GymEnv
@@ -129,7 +129,7 @@ class AsyncEnvPool(AsyncHalves):
         self._ended = False
 
     def known_parts(self) -> Sequence[Any]:
-        """See :meth:`BatchedEnv.known_parts`."""
+        """The environments that are already made."""
         return self._slots.facts
 
     def _open(self) -> Sequence[Any]:
@@ -151,7 +151,7 @@ class AsyncEnvPool(AsyncHalves):
     # All together -----------------------------------------------------------------------------
 
     def reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        """See :meth:`EnvBase.reset`."""
+        """Begin new trajectories in all environments, or in those that ``"_reset"`` marks; waits for them."""
         self._check_idle("reset")
         return super().reset(tensordict, **kwargs)
 
@@ -199,7 +199,7 @@ class AsyncEnvPool(AsyncHalves):
         return {row: cast(TensorDictBase, came[row].outcome) for row in sorted(came)}
 
     def call_in_hosts(self, function: Callable[..., object]) -> None:
-        """See :class:`BatchedEnv`."""
+        """Call a function in each thread or process that hosts environments, with each :class:`Hosted` there."""
         self._slots.call_in_hosts(function)
 
     def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:

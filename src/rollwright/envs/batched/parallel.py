@@ -30,48 +30,47 @@ from rollwright.envs.serial import SerialEnv
 
 
 class ParallelEnv(RemoteEnvs):
-    """A batch of environments that live in other processes, many in each, and are stepped at the same time.
+    """Steps a batch of environments in other processes at the same time, several in each.
 
-    It does what :class:`~rollwright.envs.SerialEnv` does, with the same results: batch size ``[num_workers, *batch]``,
-    partial resets, seeds, lazy stacks of unlike environments, attributes and methods of the environments as lists.
-    Numbers and flags go through shared memory, with one small message to each process and back for a step; objects,
-    and entries whose shapes vary, go along in the message.
+    It gives the results of :class:`~rollwright.envs.SerialEnv`: batch size ``[num_workers, *batch]``, partial resets,
+    seeds, lazy stacks of environments that differ, attributes and methods of the environments as lists. Numbers and
+    flags go through shared memory, with one small message to each process and back for a step. Objects, and entries
+    whose shapes vary, are in the message.
 
-    Environments are made in their process. Those that draw from global generators (torch's, NumPy's, Python's) draw
-    from those of their process, which ``set_seed`` seeds by their own seeds as far as torch is concerned.
+    Environments are made in their processes. If they draw from global generators (torch's, NumPy's, Python's), they use
+    those of their process. ``set_seed`` seeds torch's generator there with the environments' own seeds.
 
     Args:
         num_workers: number of environments.
-        create_env_fn: makes an environment; or a list with one such function for each. Lambdas will do.
+        create_env_fn: makes an environment; or a list with one such function for each. Lambdas work.
         create_env_kwargs: arguments for it, or a list of them.
-        num_processes: how many processes share the environments; None: one for each CPU that may be used.
-        device: where the batch's data is put; None: where the environments have theirs.
+        num_processes: number of processes that share the environments; None: one for each CPU that may be used.
+        device: device of the batch's data; None: that of the environments.
         mp_start_method: how processes start: ``"forkserver"`` (None), ``"spawn"`` or ``"fork"``.
-        serial_for_single: make a ``SerialEnv`` where ``num_workers`` is 1.
-        num_threads: that torch uses in this process from here on; None: as it is.
-        num_sub_threads: that torch uses in each of the others.
+        serial_for_single: make a ``SerialEnv`` if ``num_workers`` is 1.
+        num_threads: threads of torch in this process from here on; None: unchanged.
+        num_sub_threads: threads of torch in each of the other processes.
         non_blocking: no effect, as ``ignored``.
-        env_step_timeout: seconds that an environment may take for a step or a reset; None: an hour. What takes
-            longer, up to twice this time, is a failure.
-        on_env_failure: what follows when an environment raises in a step, takes too long, or its process dies.
-            ``"raise"``: an error that names it. ``"recreate"``: another one is made in its place; the step that failed
-            is a frame with the last observation once more, a reward of 0 and ``truncated`` and ``done`` set, so that
-            its trajectory ends. A process that is stuck or dead is replaced; its other environments are new ones too,
-            and their trajectories end as truncated. What environments kept in buffers is reset. The first time
-            is reported by a ``RuntimeWarning``, all are counted in :attr:`recreations`; four failures in a row without
-            a step in between are raised.
+        env_step_timeout: seconds for a step or a reset; None: an hour. Whatever takes longer counts as failed, after
+            twice this time at most.
+        on_env_failure: what to do if an environment raises in a step, takes too long, or its process dies.
+            ``"raise"``: raise an error that names it. ``"recreate"``: make another one in its place. The frame of the
+            failed step repeats the last observation, with a reward of 0 and ``truncated`` and ``done`` set, so the
+            trajectory ends. A process that is stuck or dead is replaced; its other environments are new ones, too, and
+            their trajectories are truncated. Running statistics are reset. The first failure gives a
+            ``RuntimeWarning``; :attr:`recreations` counts all. Four failures without a step in between are raised.
         policy: see :class:`~rollwright.envs.EnvBase`.
-        **ignored: options of other libraries without effect here, so that programs written with them run; see
+        **ignored: options of other libraries without effect, so that programs written for them run; see
             :class:`~rollwright.envs.batched.ignored.IgnoredOptions`.
 
     Attributes:
-        recreations: how many environments were in each place before, a list.
+        recreations: a list: how many environments were in each place before.
 
     Raises:
-        TypeError: ``create_env_fn`` is not, or does not make, what it should.
-        ValueError: lists of another length than ``num_workers``; environments that do not fit together.
-        EnvError: a factory failed; an environment raised, did not return, or its process ended. The cause holds
-            the traceback of the other process.
+        TypeError: ``create_env_fn`` is no such function, or does not return an environment.
+        ValueError: a list has another length than ``num_workers``, or environments do not fit together.
+        EnvError: an environment could not be made, raised, did not return, or its process ended. The cause has the
+            traceback of the other process.
 
     Example:
         >>> from rollwright.envs import GymEnv
@@ -158,7 +157,7 @@ class ParallelEnv(RemoteEnvs):
         self._ended = False
 
     def known_parts(self) -> list[EnvFacts]:
-        """See :meth:`BatchedEnv.known_parts`."""
+        """The environments that are already made."""
         return self._facts
 
     def _open(self) -> list[EnvFacts]:
@@ -179,7 +178,7 @@ class ParallelEnv(RemoteEnvs):
         return self.step_rows(tensordict, marks)
 
     def step_rows(self, tensordict: TensorDictBase, marks: Sequence[bool] | None) -> TensorDictBase:
-        """See :class:`IndexedEnvs`; None: all."""
+        """Step some environments; None: all."""
         hosted = self._hosted
         hosted.check_free(self, range(self.num_workers))
         sent = send_rows(hosted.processes, tensordict)
@@ -240,7 +239,7 @@ class ParallelEnv(RemoteEnvs):
         return self.reset_rows(tensordict, [True] * self.num_workers, **kwargs)
 
     def reset_rows(self, tensordict: TensorDictBase | None, marks: Sequence[bool], **kwargs: Any) -> TensorDictBase:
-        """See :class:`IndexedEnvs`."""
+        """Reset some environments; of these, only what ``"_reset"`` marks."""
         marked = [row for row in range(self.num_workers) if marks[row]]
         sent = None
         if tensordict is not None:

@@ -54,32 +54,31 @@ _PLAIN = (float, int, np.floating, np.bool_)  # what a single environment return
 
 
 class GymWrapper(InfoReadingEnv):
-    """A gymnasium environment, or vector environment, that exists already.
+    """Wraps a gymnasium environment or vector environment.
 
-    Entries: a Dict space gives its own keys; other observations are called ``"observation"``, or ``"pixels"`` with
-    ``pixels_only`` and where they are images (uint8 from 0 to 255, ``[height, width, 3]``, as Atari's are), other
-    actions ``"action"``; elements of a Tuple are ``("observation", "0")`` and so on. Discrete values are one-hot
-    unless ``categorical_action_encoding``; spaces that no tensor can hold (text, graphs, sequences) become non-tensor
+    Entries: a Dict space has its own keys; elements of a Tuple are ``("observation", "0")`` and so on; any other
+    observation is ``"observation"``, any other action ``"action"``. Images (uint8 from 0 to 255, ``[height, width,
+    3]``, such as Atari's), and the observation with ``pixels_only``, are ``"pixels"``. Discrete values are one-hot
+    unless ``categorical_action_encoding``. Spaces that no tensor can hold (text, graphs, sequences) become non-tensor
     data.
 
-    The true last observation of an episode is always in ``"next"``, and no transition crosses from an
-    episode to the next, whatever the autoreset mode of a vector environment: in ``SAME_STEP`` the first
-    observation of the new episode is kept until the reset asks for it; in ``NEXT_STEP`` and ``DISABLED``
-    environments are reset by ``options={"reset_mask": ...}``, before the step that ``NEXT_STEP`` would spend
-    on it. Vector environments that cannot be reset in parts are refused, and the message names what to use
-    instead. In a vector environment, those that ended and were not reset stay as they ended, with rewards of
-    zero, while the others are stepped on.
+    The true last observation of an episode is always in ``"next"``, and no transition crosses from one episode to the
+    next, in every autoreset mode of a vector environment. In ``SAME_STEP``, the first observation of the new episode is
+    kept until its reset. In ``NEXT_STEP`` and ``DISABLED``, environments are reset with ``options={"reset_mask":
+    ...}``, before the step that ``NEXT_STEP`` would spend on the reset. Vector environments that cannot reset some of
+    their environments are refused; the message says what to use instead. Environments that ended and were not reset
+    keep their last state, with rewards of zero, while the others are stepped.
 
-    Attributes that are not found here are looked up in the gymnasium environment, ``env._env``.
+    Attributes that this class does not have are those of the gymnasium environment.
 
     Args:
         env: the environment.
         categorical_action_encoding: discrete actions and observations as integers from 0.
-        device: where tensors are put; None leaves them on CPU without naming a device.
-        from_pixels: add what the environment renders as ``"pixels"``, uint8 ``[height, width, channels]``.
+        device: device of the tensors; None: the CPU, without naming a device.
+        from_pixels: add rendered images as ``"pixels"``, uint8 ``[height, width, channels]``.
         pixels_only: with ``from_pixels``: leave out all other observations.
-        frame_skip: repeat each action so many times; rewards are summed. An environment that skips frames by itself
-            (Atari's ``frameskip``) is to be made so instead.
+        frame_skip: repeat each action this many times and add up the rewards. For an environment that skips frames by
+            itself (Atari's ``frameskip``), set this when you make it instead.
         allow_done_after_reset: see :class:`~rollwright.envs.EnvBase`.
         run_type_checks: see :class:`~rollwright.envs.EnvBase`.
         policy: see :class:`~rollwright.envs.EnvBase`.
@@ -213,7 +212,7 @@ class GymWrapper(InfoReadingEnv):
         return ActionWriter(self._act.space, self._actions, (num_rows,))
 
     def reset_data(self, mask: torch.Tensor | None, **kwargs: Any) -> Values:
-        """See :meth:`LibraryEnv.reset_data`; the first one shows whether a vector environment returns tensors."""
+        """Reset the environments of a mask ``[*batch, 1]``; the first call shows whether they return tensors."""
         if (vector := self._on_tensors()) is not None:
             given = None if mask is None else unchecked_td({"_reset": mask}, self.batch_size, device=self.device)
             return copies_of(vector.reset(given, **kwargs))
@@ -361,7 +360,7 @@ class GymWrapper(InfoReadingEnv):
     def in_turn(
         self, envs: Sequence[LibraryEnv], entries: dict[NestedKey, Entry], name_error: NameRow
     ) -> RowsStep | None:
-        """See :meth:`LibraryEnv.in_turn`."""
+        """A function that steps such environments one after the other; see :meth:`ArrayEnv.in_turn`."""
         same = [env for env in envs if isinstance(env, GymWrapper)]
         return None if self.batch_size or len(same) < len(envs) else GymRows(same, entries, name_error)
 
@@ -423,28 +422,28 @@ class GymWrapper(InfoReadingEnv):
 
 
 class GymEnv(GymWrapper):
-    """A gymnasium environment by its name.
+    """Makes a gymnasium environment by its name.
 
-    See :class:`GymWrapper` for how its spaces become entries, and for the options that are not below.
+    :class:`GymWrapper` says how spaces become entries, and has the options that are not listed below.
 
     Args:
-        env_name: id of a registered environment. Packages that register known ones (Atari, MiniGrid,
-            gymnasium-robotics, ...) are imported; of others write ``"module:Name-v0"``.
-        num_envs: step so many of them together, batch size ``[num_envs]``; None or 0: one, batch size ``[]``.
-        num_workers: above 1: a :class:`~rollwright.envs.ParallelEnv` of so many is made, batch size
-            ``[num_workers]``, or ``[num_workers, num_envs]``.
-        vectorization_mode: ``"sync"`` steps them in turn, ``"async"`` in one process each,
+        env_name: id of a registered environment. Packages that register well-known ones (Atari, MiniGrid,
+            gymnasium-robotics, ...) are imported for you. For others, write ``"module:Name-v0"``.
+        num_envs: number of environments to step together, batch size ``[num_envs]``; None or 0: one, batch size ``[]``.
+        num_workers: above 1, makes a :class:`~rollwright.envs.ParallelEnv` of this many, batch size ``[num_workers]``
+            or ``[num_workers, num_envs]``.
+        vectorization_mode: ``"sync"`` steps environments one after the other, ``"async"`` in one process each;
             ``"vector_entry_point"`` uses the environment's own vector form.
-        frame_skip: frames of the environment in a step, in all: an environment that skips frames by itself
-            (Atari's ``frameskip``) is given the number, others are stepped so often, and rewards are summed.
+        frame_skip: frames of the environment in one step, in all. An environment that skips frames by itself (Atari's
+            ``frameskip``) gets this number. Others are stepped this often, and their rewards are added up.
         pixels_only: with ``from_pixels``: leave out all other observations.
         policy: see :class:`~rollwright.envs.EnvBase`.
-        **kwargs: go to ``gymnasium.make``. Type checkers know those of common environments; pass others in a
+        **kwargs: arguments of ``gymnasium.make``. Type checkers know those of common environments; pass others in a
             ``dict[str, Any]``, as ``**settings``.
 
     Raises:
-        EnvError: gymnasium cannot create the environment; its message is repeated.
-        MissingExtraError: its package is not installed; the message names it.
+        EnvError: gymnasium cannot make the environment; its message is repeated.
+        MissingExtraError: a package is not installed; the message names it.
 
     Example:
         >>> env = GymEnv("CartPole-v1")

@@ -245,7 +245,7 @@ class StepCounter(Adding, Cutting):
                 self._cut(out, group, count >= self.max_steps)
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
+        """The form of this transform for steps on NumPy arrays; see :meth:`Transform.on_arrays`."""
         if self.max_steps is not None and not self.update_done:
             raise NotNative("StepCounter sets another flag than done")
         return super().on_arrays(env)

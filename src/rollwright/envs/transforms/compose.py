@@ -48,7 +48,7 @@ class Compose(Transform):
         self.transforms.insert(index, transform)
 
     def check_free(self) -> None:
-        """See :meth:`Transform.check_free`; those in the chain must be in no other environment either."""
+        """Test that neither this chain nor any transform in it belongs to an environment."""
         super().check_free()
         for transform in self:
             transform.check_free()
@@ -156,19 +156,19 @@ class Compose(Transform):
         return tensordict
 
     def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:
-        """See :class:`Transform`."""
+        """Let each transform change a frame after the next step was taken from it."""
         for transform in self:
             transform.trim_frame(frame, following)
 
     def complete_fake(self, fake: TensorDictBase) -> TensorDictBase:
-        """See :class:`Transform`."""
+        """Let each transform complete what :meth:`EnvBase.fake_tensordict` returns."""
         for transform in self:
             fake = transform.complete_fake(fake)
         return fake
 
     @property
     def inverts(self) -> bool:
-        """See :class:`Transform`."""
+        """Whether any transform in the chain changes what the environment gets."""
         return any(transform.inverts for transform in self)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -224,7 +224,7 @@ class Compose(Transform):
             transform.empty_cache()
 
     def reset_parent(self) -> None:
-        """See :meth:`Transform.reset_parent`."""
+        """Remove the chain from what holds it, so that another environment can use it."""
         super().reset_parent()
         self.empty_cache()
 
@@ -233,7 +233,7 @@ class Compose(Transform):
         return type(self)(*(transform.clone() for transform in self))
 
     def dump(self, **kwargs: Any) -> None:
-        """See :meth:`Transform.dump`, of each."""
+        """Call :meth:`Transform.dump` of each transform."""
         for transform in self:
             transform.dump(**kwargs)
 

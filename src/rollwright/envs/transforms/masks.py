@@ -81,7 +81,7 @@ class ActionMask(Transform):
         spec.update_mask(mask)
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
+        """The form of this transform for steps on NumPy arrays; see :meth:`Transform.on_arrays`."""
         self._needs_all_rows(env)
         key, entry = self.mask_key, env.entries.get(self.mask_key)
         if entry is None or entry.column or entry.dtype != np.bool_:

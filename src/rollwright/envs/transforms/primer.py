@@ -187,7 +187,7 @@ class TensorDictPrimer(Transform):
     # Arrays -----------------------------------------------------------------------------------
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
+        """The form of this transform for steps on NumPy arrays; see :meth:`Transform.on_arrays`."""
         if self.single_default_value or self.reset_key is not None:
             raise NotNative("TensorDictPrimer has a reset_key, or one default value for all")
         specs = self._placed(torch.Size(env.batch))

@@ -298,7 +298,7 @@ class DoubleToFloat(EntryTransform):
 
     @property
     def inverts(self) -> bool:
-        """See :class:`Transform`."""
+        """Whether this transform changes what the environment gets."""
         return bool(self._pairs_inv())
 
     def _apply_transform(self, obs: Any) -> Any:

@@ -31,23 +31,23 @@ OUTPUTS, INPUTS = ("observation", "reward", "done"), ("action", "state")
 
 
 class TransformedEnv(WrapperEnv):
-    """An environment whose data pass through a transform.
+    """Applies a transform to the data of an environment.
 
-    Attributes that it does not have itself are those of ``base_env``. Its ``state_dict()`` holds the
-    transform's state below ``"transform."`` and the base environment's below ``"base_env."``.
+    Attributes that it lacks are those of ``base_env``. Its ``state_dict()`` has the state of the transform below
+    ``"transform."``, and that of the base environment below ``"base_env."``.
 
     Args:
-        base_env: the environment. The transforms of a ``TransformedEnv`` are shared, in front of
-            ``transform``, and ``base_env`` becomes the environment inside (``auto_unwrap=False`` nests).
-        transform: a transform, or a function on TensorDicts that is called on what steps and resets
-            return; None for an empty chain. Assign to ``env.transform`` to replace it.
-        cache_specs: compute specs once. If False, with each use, for transforms whose specs vary.
+        base_env: the environment. If it is a ``TransformedEnv``, its transforms are shared, before ``transform``, and
+            ``base_env`` becomes the environment inside it (``auto_unwrap=False`` nests them).
+        transform: a transform; or a function on TensorDicts that is called on what steps and resets return; None for
+            an empty chain. Assign to ``env.transform`` to replace it.
+        cache_specs: compute specs once. If False, compute them at each use, for transforms whose specs vary.
         device: move the environment there first.
         auto_unwrap: see ``base_env``.
         policy: see :class:`~rollwright.envs.EnvBase`.
 
     Raises:
-        TypeError: ``base_env`` or ``transform`` is something else.
+        TypeError: ``base_env`` is no environment, or ``transform`` is no transform or function.
         RuntimeError: ``transform`` belongs to another environment.
 
     Example:
@@ -148,7 +148,7 @@ class TransformedEnv(WrapperEnv):
 
     @property
     def sets_own_flags(self) -> bool:
-        """See :attr:`EnvBase.sets_own_flags`; ``StepCounter(update_done=False)`` leaves ``done`` out on purpose."""
+        """Whether flags may be set without ``done``; ``StepCounter(update_done=False)`` leaves it out on purpose."""
         parts = list(self.transform) if isinstance(self.transform, Compose) else [self.transform]
         if not all(getattr(part, "update_done", True) for part in parts):
             return False
@@ -177,12 +177,12 @@ class TransformedEnv(WrapperEnv):
         return self.transform.transform_reset(fresh.empty() if tensordict is None else tensordict, fresh)
 
     def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:
-        """See :meth:`EnvBase.trim_frame`; the transforms' turn comes first."""
+        """Change a frame after the next step was taken from it: first the transforms, then the base environment."""
         self.transform.trim_frame(frame, following)
         self.base_env.trim_frame(frame, following)
 
     def fake_tensordict(self) -> TensorDictBase:
-        """See :meth:`EnvBase.fake_tensordict`."""
+        """A step of zeros with every entry that a step has."""
         return self.transform.complete_fake(super().fake_tensordict())
 
     def _array_form(self) -> ArrayEnv:
@@ -214,7 +214,7 @@ class TransformedEnv(WrapperEnv):
     # Specs ------------------------------------------------------------------------------------
 
     def full_spec(self, name: str) -> Composite:
-        """See :class:`EnvBase`; computed from that of the base environment when it is first asked for."""
+        """A spec with all of its entries, computed from that of the base environment when it is first needed."""
         spec = self._full_specs.get(name)
         if spec is None or not self.cache_specs:
             self._compute_specs(OUTPUTS if name in OUTPUTS else INPUTS)
@@ -258,7 +258,7 @@ class TransformedEnv(WrapperEnv):
         return self
 
     def fit_policy(self, policy: Any) -> bool:
-        """See :meth:`EnvBase.fit_policy`."""
+        """Take from a policy what the environment lacks."""
         if not super().fit_policy(policy):
             return False
         self.empty_cache()
@@ -274,7 +274,7 @@ class TransformedEnv(WrapperEnv):
 
     @property
     def remedy_when_closed(self) -> str:  # type: ignore[override]
-        """As for the base environment."""
+        """What an error suggests after :meth:`close`; that of the base environment."""
         return self.base_env.remedy_when_closed
 
     @property

@@ -358,7 +358,7 @@ class RandomSampler(Sampler):
             return SamplerWithoutReplacement(**options)
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
-        """See :meth:`Sampler.draw`."""
+        """Choose elements at random, all with the same probability."""
         low, high, _ = span = storage.ledger.span()
         gaps, columns = storage.ledger.gaps(span), storage.columns
         if not len(gaps):

@@ -51,7 +51,7 @@ class ConsumingSampler(Sampler):
         return {**self.__dict__, "_storage": None}
 
     def follow(self, storage: Storage) -> None:
-        """See :meth:`Sampler.follow`."""
+        """Read what was written since the last call."""
         (low, high), columns = storage.ledger.live(), storage.columns
         if high < self._high or (self._storage is not None and storage is not self._storage):
             self._names, self._drawn, self._high = self._names[:0], self._drawn[:0], 0
@@ -68,7 +68,7 @@ class ConsumingSampler(Sampler):
             self._high = high
 
     def num_left(self, storage: Storage) -> int:
-        """See :meth:`Sampler.num_left`."""
+        """Number of elements that were drawn less often than allowed; call it inside ``storage.ledger.reading()``."""
         self.follow(storage)
         return len(self._names)
 

@@ -224,7 +224,7 @@ class PrioritizedSampler(Sampler):
     # Sampling ---------------------------------------------------------------------------------
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
-        """See :meth:`Sampler.draw`; ``info`` has ``"priority_weight"``, of ``dtype``."""
+        """Choose elements by priority; ``info`` has ``"priority_weight"``, of ``dtype``."""
         self.follow(storage)
         index = self._draw(batch_size, generator)
         return Draw(index, {WEIGHT: self._weight(index)})
@@ -288,7 +288,7 @@ class PrioritizedSampler(Sampler):
         self._largest = max(self._largest, float(value.max(initial=0.0)))
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """See :meth:`Sampler.mark_update`."""
+        """Give elements the priority of new ones."""
         self.update_priority(index, self.default_priority, storage)
 
     def _masses_at(self, index: Index, priority: Floats) -> Floats:

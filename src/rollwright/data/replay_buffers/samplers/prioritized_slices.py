@@ -86,7 +86,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     # Keeping up with the storage --------------------------------------------------------------
 
     def follow(self, storage: Storage) -> None:
-        """See :meth:`Sampler.follow`."""
+        """Read what was written since the last call."""
         span = storage.ledger.span()
         self._follow(storage, span)
         index, grid = self._boundaries.follow(storage, span), self._boundaries.grid
@@ -146,7 +146,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     # Drawing ----------------------------------------------------------------------------------
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
-        """See :meth:`SliceSampler.draw`; ``info`` has ``"priority_weight"``, of ``dtype``."""
+        """Choose slices by priority; ``info`` has ``"priority_weight"``, of ``dtype``."""
         length, count = self._shape(batch_size)
         span = storage.ledger.span()
         self._follow(storage, span)

@@ -33,44 +33,43 @@ Margin = bool | int | tuple[bool | int, bool | int]
 
 @with_options()
 class SliceSampler(Sampler):
-    """Slices of trajectories: a flat batch in which they lie one after the other.
+    """Draws slices of trajectories, one after the other in a flat batch.
 
-    A trajectory is drawn, each with the same probability, then a place in it, each with the same probability. A
-    slice lies in one trajectory and in consecutive frames of it; what has been overwritten, was never written, or is
-    being written, is in no slice. Which frames belong together is noted as they are written, so a draw costs the
-    same however much is stored.
+    First, a trajectory is drawn, then a place in it; all have the same probability. A slice has consecutive frames of
+    one trajectory. Rows that were overwritten, never written, or are being written, are in no slice. The sampler notes
+    trajectories as they are written, so a draw costs the same however much is stored.
 
-    The first step of each slice is marked in the batch with ``init_key``, beside the marks that are stored; the
-    recurrent modules reset their state there.
+    ``init_key`` marks the first step of each slice in the batch, in addition to the stored marks. Recurrent modules
+    read it.
 
     Args:
-        num_slices: slices in a batch; their length is ``batch_size // num_slices``.
-        slice_len: steps of a slice; their number is ``batch_size // slice_len``. One of the two is needed; where
-            both are given their product has to be the batch size.
+        num_slices: number of slices in a batch; their length is ``batch_size // num_slices``.
+        slice_len: steps in a slice; their number is ``batch_size // slice_len``. One of the two is required. If you
+            pass both, their product must be the batch size.
         end_key: entry of flags that mark the last frame of a trajectory.
         end_keys: several such entries, in place of ``end_key``: a trajectory ends where any of them is set.
-        traj_key: entry of trajectory ids, a number a frame. Where neither this nor ``end_key`` is given:
-            ``("collector", "traj_ids")``, else ``"episode"``, and ``("next", "done")``, those that are stored. A
-            trajectory then ends where the id changes, and after each done. Where both are given, one may be missing; so
-            may ``("collector", "traj_ids")``, where ``("next", "done")`` is stored.
-        cache_values: accepted for the sake of older programs; boundaries are always kept.
-        truncated_key: entry to mark the last step of each slice with, such as ``("next", "truncated")``: where
-            neither "terminated" nor "truncated" nor "done" beside it is set there, it is set, and "done" with it.
-        init_key: entry to mark the first step of each slice with; None: leave it as it is stored.
-        strict_length: draw only trajectories that are long enough; else short ones are taken whole, and the batch is
-            smaller than asked for.
-        pad_output: fill short slices up by repeating their last step, and write ``("collector", "mask")``, bool
-            ``[batch_size]``: a real step. Recurrent modules do not need that.
-        span: let slices begin before and end after their trajectory; what lies outside is left out. True: at least
-            one step is in; i: at least ``length - i``. A pair gives both sides apart.
+        traj_key: entry of trajectory ids, one number for each frame. If you pass neither this nor ``end_key``, the
+            sampler reads ``("collector", "traj_ids")``, else ``"episode"``, and ``("next", "done")``, if stored. A
+            trajectory then ends where the id changes, and after each done. If you pass both, one may be missing. So may
+            ``("collector", "traj_ids")``, if ``("next", "done")`` is stored.
+        cache_values: no effect, for older programs; boundaries are always kept.
+        truncated_key: entry that marks the last step of each slice, such as ``("next", "truncated")``. It is set, and
+            "done" with it, unless "terminated", "truncated" or "done" beside it is set there already.
+        init_key: entry that marks the first step of each slice; None: as stored.
+        strict_length: draw only trajectories that are long enough. If False, short ones are taken whole, and the batch
+            is smaller than you asked for.
+        pad_output: fill up short slices by repeating their last step, and write ``("collector", "mask")``, bool
+            ``[batch_size]``: True for real steps. Recurrent modules do not need this.
+        span: let slices begin before and end after their trajectory; steps outside are left out. True: at least one
+            step is inside; i: at least ``length - i`` steps. A pair has a value for each side.
         ends: flags of all elements of the storage, bool ``[n]``, in place of ``end_key``.
         trajectories: ids of all elements of the storage, ``[n]``, in place of ``traj_key``.
         replacement: False makes a :class:`SliceSamplerWithoutReplacement`, which has options of its own.
-        compile, use_gpu: accepted for programs of the field; they change nothing here.
+        compile, use_gpu: no effect, for programs that were written for TorchRL.
 
     Raises:
-        ValueError: neither ``num_slices`` nor ``slice_len``, or a combination that excludes itself.
-        TypeError: an argument is of another type.
+        ValueError: neither ``num_slices`` nor ``slice_len``, or arguments that exclude each other.
+        TypeError: an argument has the wrong type.
 
     Example:
         >>> from tensordict import TensorDict
@@ -158,7 +157,7 @@ class SliceSampler(Sampler):
                 raise _frames_in_elements(batch.batch_size, storage.ndim)
 
     def follow(self, storage: Storage) -> None:
-        """See :meth:`Sampler.follow`."""
+        """Read what was written since the last call."""
         self._boundaries.follow(storage, storage.ledger.span())
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
@@ -319,12 +318,12 @@ class SliceSamplerWithoutReplacement(InPasses, SliceSampler):
         self._num_begun = 0  # of the boundaries, when the runs of the pass were those of the storage
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`InPasses.load_state_dict`."""
+        """Continue with the pass of a state of :meth:`state_dict`."""
         super().load_state_dict(state_dict)
         self._num_begun = 0  # the state of the storage may be another one
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
-        """See :meth:`SliceSampler.draw`."""
+        """Choose slices that this pass has not drawn yet."""
         length, count = self._shape(batch_size)
         grid, index = self._up_to_date(storage, storage.ledger.span())
         least = length if self.strict_length else 1

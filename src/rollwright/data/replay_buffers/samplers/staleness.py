@@ -86,7 +86,7 @@ class StalenessAwareSampler(Sampler):
         return self.consumer_version
 
     def follow(self, storage: Storage) -> None:
-        """See :meth:`Sampler.follow`."""
+        """Read what was written since the last call."""
         _, high, revision = span = storage.ledger.span()
         if storage is not self._storage or revision != self._seen[1] or high < self._seen[0]:
             self._forget()

@@ -57,14 +57,14 @@ class ListStorage(Storage):
 
     @property
     def device(self) -> torch.device | None:
-        """See :attr:`Storage.device`; None: that of each element."""
+        """Device that elements are read to; None: that of each element."""
         return self._device
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_was_sent": self._was_sent or is_sending()}
 
     def move_here(self) -> None:
-        """See :meth:`Storage.move_here`."""
+        """Serve in this process from now on, as the copy of a storage that was sent for this."""
         self._was_sent = False
 
     def _check_here(self) -> None:
@@ -75,7 +75,7 @@ class ListStorage(Storage):
             )
 
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
-        """See :meth:`Storage.append`."""
+        """Write data after the newest elements, over the oldest if the storage is full."""
         self._check_here()
         items, skipped = items_that_fit(data, dim, self.max_size)
         with self.ledger.writes(len(items), skipped) as rows:
@@ -84,22 +84,22 @@ class ListStorage(Storage):
         return rows
 
     def element(self, data: Any) -> Any:
-        """See :meth:`Storage.element`."""
+        """One element as a batch of one row."""
         return [data]
 
     def _put(self, row: int, item: Any) -> None:
         self._items[row] = (_copied(item, self._device),)
 
     def clear(self) -> None:
-        """See :meth:`Storage.clear`; lets the objects go."""
+        """Remove all elements, and release the objects."""
         self.ledger.clear_with(self._items)
 
     def read(self, index: NDArray[np.int64]) -> list[Any]:
-        """See :meth:`Storage.read`; a list, of copies as far as elements are tensors or TensorDicts."""
+        """The elements at flat indices as a list; tensors and TensorDicts are copied."""
         return [_copied(self._items.get(row, (None,))[0]) for row in index.tolist()]  # nothing lies in a gap
 
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
-        """See :meth:`Storage.overwrite`."""
+        """Replace published elements, given by flat indices, by a batch ``[n]``."""
         self._check_here()
         items = items_in_place(data, len(index))
         with self.ledger.changing_in_place():
@@ -107,27 +107,27 @@ class ListStorage(Storage):
                 self._put(row, item)
 
     def keys(self) -> list[NestedKey]:
-        """See :meth:`Storage.keys`; those of the newest element."""
+        """The entries of the newest element; none if it is no TensorDict."""
         ranges = self.ledger.ranges(self.ledger.span())
         newest = self._items[(ranges[-1][1] - 1) % self.max_size][0] if ranges else None
         return leaf_keys(newest) if isinstance(newest, TensorDictBase) else []
 
     def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:
-        """See :meth:`Storage.entry`."""
+        """Values of an entry at the positions ``low <= p < high``, in order: ``[high - low, columns, *feature]``."""
         values = [self._items[p % self.max_size][0].get(key) for p in range(low, high)]
         if not values:
             return np.zeros((0, 1), np.int64)
         return np.stack([value.numpy(force=True) for value in values])[:, None]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`Storage.load_state_dict`."""
+        """Load a result of :meth:`state_dict`. If this raises, nothing has changed."""
         self.check_state(state_dict)
         found = [(_copied(item, self._device),) for item in state_dict["elements"] or ()]
         with self.ledger.restoring(state_dict):
             self._items = {n % self.max_size: item for n, item in enumerate(found, state_dict["low"])}
 
     def check_state(self, state_dict: Any) -> None:
-        """See :meth:`Storage.check_state`."""
+        """Test whether the storage can load a state of :meth:`state_dict`."""
         super().check_state(state_dict)
         check_number(state_dict, state_dict["high"] - state_dict["low"], len(state_dict["elements"] or ()))
 

@@ -87,17 +87,17 @@ class RaggedStorage(Storage):
 
     @property
     def ledger(self) -> Ledger:  # type: ignore[override]
-        """See :class:`Storage`."""
+        """Counts the elements that were reserved and published."""
         return self._rows.ledger
 
     @property
     def device(self) -> torch.device | None:
-        """See :attr:`Storage.device`."""
+        """Device that elements are read to."""
         return torch.device("cpu")
 
     @property
     def shared(self) -> bool:
-        """See :attr:`Storage.shared`."""
+        """Whether other processes can write and read, too."""
         return self._rows.shared
 
     @property
@@ -106,7 +106,7 @@ class RaggedStorage(Storage):
         return self._rows.num_bytes
 
     def share(self) -> None:
-        """See :meth:`Storage.share`."""
+        """Move to memory that processes share."""
         if self.shared:
             return
         if self.max_size == _UNLIMITED:
@@ -120,30 +120,30 @@ class RaggedStorage(Storage):
     # Writing ----------------------------------------------------------------------------------
 
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
-        """See :meth:`Storage.append`."""
+        """Write data after the newest elements, over the oldest if the storage is full."""
         items, skipped = items_that_fit(data, dim, self.max_size)
         if skipped and len(batches_of(data)) > 1:
             raise too_long(len(items) + skipped, self.max_size)
         return self._rows.append([_encoded(item) for item in items], skipped)
 
     def element(self, data: Any) -> Any:
-        """See :meth:`Storage.element`."""
+        """One element as a batch of one row."""
         return [data]
 
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
-        """See :meth:`Storage.overwrite`."""
+        """Replace published elements, given by flat indices, by a batch ``[n]``."""
         items = [_encoded(item) for item in items_in_place(data, len(index))]
         with self.ledger.changing_in_place():
             self._rows.replace(index.tolist(), items)
 
     def clear(self) -> None:
-        """See :meth:`Storage.clear`."""
+        """Remove all elements."""
         self._rows.clear()
 
     # Reading ----------------------------------------------------------------------------------
 
     def read(self, index: NDArray[np.int64]) -> Any:
-        """See :meth:`Storage.read`: a ``LazyStackedTensorDict``; a list where elements are tensors."""
+        """The elements at flat indices as a ``LazyStackedTensorDict``; a list if elements are tensors."""
         return _together([self._element(row) for row in index.tolist()])
 
     def _element(self, row: int) -> Any:
@@ -156,7 +156,7 @@ class RaggedStorage(Storage):
             return self.read(self.elements_of(self.ledger.positions()))
 
     def keys(self) -> list[NestedKey]:
-        """See :meth:`Storage.keys`; those of the newest element."""
+        """The entries of the newest element; none if it is no TensorDict."""
         ranges = self.ledger.ranges(self.ledger.span())
         return self._decoder.keys(self._rows.view((ranges[-1][1] - 1) % self.capacity)) if ranges else []
 

@@ -21,16 +21,16 @@ from rollwright.data.specs.shapes import as_device, usable_device
 
 
 class LazyTensorStorage(RowStorage):
-    """Rows of tensors in memory, allocated with the first element.
+    """Keeps rows of tensors in memory, which is allocated with the first element.
 
     Args:
         max_size: number of elements.
-        device: where rows lie.
-        ndim: dimensions of the data that distinguish elements. 1: elements one after the other. 2: a batch ``[B, T]``
-            is stored as it is; each ``extend`` adds T steps to each of the B environments.
-        compilable, consolidated, cleanup_memmap: accepted for programs of the field; they change nothing here.
-        shared_init: let other processes write and sample from the start, whichever of them brings the first element; as
-            ``shared=True`` of the buffer.
+        device: device of the rows.
+        ndim: number of dimensions of the data that count elements. 1: elements are one after the other. 2: a batch
+            ``[B, T]`` is stored as it is; each ``extend`` adds T steps to each of the B environments.
+        compilable, consolidated, cleanup_memmap: no effect, for programs that were written for TorchRL.
+        shared_init: let other processes write and sample from the start, whichever writes the first element; the same
+            as ``shared=True`` of the buffer.
 
     Example:
         >>> from tensordict import TensorDict
@@ -103,30 +103,30 @@ class TensorStorage(RowStorage):
 
 
 class LazyMemmapStorage(RowStorage):
-    """Rows in a file, mapped into memory: larger than memory if need be, and there after a restart.
+    """Keeps rows in a file that is mapped into memory: they may be larger than memory, and survive a restart.
 
-    What is published survives a kill at any moment (a power cut only after :meth:`flush`). Opened again, the storage
-    holds the published rows; those that a killed process was writing are dropped, with a warning that counts them. So
-    are rows of a copy of the folder that were overwritten while it was made.
+    Published rows survive a kill at any moment (a power failure only after :meth:`flush`). If you open the storage
+    again, it has the published rows. Rows that a killed process was writing are dropped, with a warning that counts
+    them. So are rows that were overwritten while the folder was copied.
 
     Args:
-        max_size: number of elements; None: that of the files that are there.
-        scratch_dir: folder of the files; None: a file without a name in the folder for temporary ones, which is gone
+        max_size: number of elements; None: that of the existing files.
+        scratch_dir: folder of the files; None: a file without a name in the system's temporary folder, which is gone
             with the process.
         ndim: see :class:`LazyTensorStorage`.
-        existsok: go on with the rows of ``scratch_dir``, where there are some.
+        existsok: continue with the rows in ``scratch_dir``, if there are any.
         device: the CPU.
         compilable, shared_init: see :class:`LazyTensorStorage`.
-        auto_cleanup: remove the files when this process ends, unless it is killed; default: they stay.
+        auto_cleanup: remove the files when this process ends, unless it is killed; default: keep them.
 
     Attributes:
-        num_reopened: elements that were there when the storage was made.
+        num_reopened: number of elements that existed when the storage was made.
 
     Raises:
-        FileExistsError: the folder holds rows, and ``existsok`` is not set.
-        DamagedFileError: the file of the rows is cut short, its counters contradict one another, or it is a copy that
-            was made while rows were replaced; it stays as it is.
-        OSError: the disk is full. Space for rows is taken shortly before they are written: ``extend`` raises it, too.
+        FileExistsError: the folder has rows, and ``existsok`` is False.
+        DamagedFileError: the file is cut short, its counters contradict each other, or it was copied while rows were
+            replaced. It stays as it is.
+        OSError: the disk is full. Space is allocated shortly before rows are written, so ``extend`` raises this, too.
 
     Example:
         >>> import tempfile

@@ -181,12 +181,12 @@ class Stacked(LazyStack, TensorSpec):
 
     @property
     def batch_ndim(self) -> int:
-        """See :attr:`TensorSpec.batch_ndim`."""
+        """Leading dimensions that shape operations may change: all before the first one that varies."""
         return min([super().batch_ndim, *(int(spec.batch_ndim) + 1 for spec in self.specs)])
 
     @property
     def domain(self) -> str | None:
-        """See :attr:`TensorSpec.domain`; that of the first part."""
+        """The domain of the first part: ``"continuous"``, ``"discrete"``, or None if values are no numbers."""
         found: str | None = self.specs[0].domain
         return found
 

@@ -142,7 +142,7 @@ class StackedComposite(LazyStack, Composite):
         return self
 
     def rebatched(self, shape: torch.Size) -> Self:
-        """See :meth:`Composite.rebatched`."""
+        """The same entries with more of their dimensions counted as batch."""
         rest = torch.Size((*shape[: self.dim], *shape[self.dim + 1 :]))
         return self._restacked(lambda spec: spec.rebatched(rest), self.dim)  # type: ignore[no-any-return]
 

@@ -92,13 +92,13 @@ class TorchRLWrapper(EnvBase):
         return outcome
 
     def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:
-        """See :meth:`EnvBase.trim_frame`."""
+        """Change a frame after the next step was taken from it."""
         if self.remember("trims", lambda: trims(self.torchrl_env)):
             dropped = self.remember("dropped", lambda: only_below_next(self.fake_tensordict()))
             trim_by(self.torchrl_env, frame, following, dropped)
 
     def fake_tensordict(self) -> TensorDictBase:
-        """See :meth:`EnvBase.fake_tensordict`."""
+        """A step of zeros with every entry that a step has."""
         if not trims(self.torchrl_env):
             return super().fake_tensordict()
         fake: TensorDictBase = self.torchrl_env.fake_tensordict()

@@ -190,7 +190,7 @@ class ActionScaling(Transform):
         """See :meth:`_change`."""
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
+        """The form of this transform for steps on NumPy arrays; see :meth:`Transform.on_arrays`."""
         return self.with_inverse(env, self._on_rows(env))
 
     def transform_action_spec(self, action_spec: Composite) -> Composite:

@@ -69,7 +69,7 @@ class CategoricalAction(Transform):
         return vector.scatter_(-1, index.unsqueeze(-1), 1)
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
+        """The form of this transform for steps on NumPy arrays; see :meth:`Transform.on_arrays`."""
         return self.with_inverse(env, self._on_rows(env))
 
     def __repr__(self) -> str:

@@ -126,7 +126,7 @@ class CatTensors(Transform):
         return Bounded(low, high, example.shape, example.device, example.dtype)
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
+        """The form of this transform for steps on NumPy arrays; see :meth:`Transform.on_arrays`."""
         keys, (out_key,) = self._keys, self.out_keys
         if lacking := [key for key in keys if key not in env.entries]:
             raise NotNative(f"CatTensors joins {lacking[0]!r}, which is no observation")

@@ -75,7 +75,7 @@ class RenameTransform(Transform):
 
     @property
     def inverts(self) -> bool:
-        """See :class:`Transform`."""
+        """Whether this transform changes what the environment gets."""
         return bool(self.in_keys_inv)
 
     def _rename(self, td: Columns, *, may_lack: bool) -> None:
@@ -131,7 +131,7 @@ class RenameTransform(Transform):
         return self._renamed(state_spec, self._pairs_inv(), move=True)
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
+        """The form of this transform for steps on NumPy arrays; see :meth:`Transform.on_arrays`."""
         pairs = self._pairs()
         of_rewards = [pair for pair in pairs if pair[0] in env.rewards]
         of_entries = [pair for pair in pairs if pair[0] in env.entries]

@@ -157,7 +157,7 @@ class ExcludeTransform(_Drop):
 
     @property
     def inverts(self) -> bool:
-        """See :class:`Transform`."""
+        """Whether this transform changes what the environment gets."""
         return self.inverse
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -106,7 +106,7 @@ class VecNormV2(RunningNorm):
         return Averages(loc, var, count)
 
     def loc_scale(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See :class:`RunningNorm`."""
+        """What is subtracted from an entry and what it is divided by; None before the entry was seen."""
         numbers = self._numbers(index)
         if numbers is None:
             return None

@@ -92,7 +92,7 @@ class EndOfLifeTransform(Adding):
         return flags[self.done_key]
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
+        """The form of this transform for steps on NumPy arrays; see :meth:`Transform.on_arrays`."""
         if self.done_key != "done":
             raise NotNative(f"EndOfLifeTransform reads {self.done_key!r}")
         parent = self.parent

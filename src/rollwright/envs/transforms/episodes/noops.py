@@ -83,7 +83,7 @@ class NoopResetEnv(Transform):
             )
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
+        """The form of this transform for steps on NumPy arrays; see :meth:`Transform.on_arrays`."""
         entries = dict(env.entries)
 
         def reset(fresh: Values) -> None:

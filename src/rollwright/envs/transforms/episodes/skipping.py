@@ -66,7 +66,7 @@ class FrameSkipTransform(Transform):
         return next_tensordict
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
+        """The form of this transform for steps on NumPy arrays; see :meth:`Transform.on_arrays`."""
         again, rewards, last = env.stepper(), list(env.rewards), self.frame_skip - 1
 
         def step(root: Values, out: Values) -> None:

@@ -125,7 +125,7 @@ class RandomTruncationTransform(Cutting):
             self._draw(index, shape, kind.device or flag.device, given.get(group.reset, None))
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
-        """See :meth:`Transform.on_arrays`."""
+        """The form of this transform for steps on NumPy arrays; see :meth:`Transform.on_arrays`."""
         self._needs_all_rows(env)
         return self._on_rows(env, restarts=True)
 
