@@ -63,6 +63,7 @@ _CHAT_EXAMPLE = """\
 engines:
   transformers      the model runs in this process, or in each worker (the default)
   vllm              vLLM runs it; needs vLLM
+  http://HOST:PORT  a server of vLLM (vllm serve) runs it
   MODULE:FACTORY    a function without arguments that returns the policy, such as a TransformersWrapper
 
 example:

@@ -9,10 +9,12 @@ import pytest
 import torch
 from tests import llm_models
 from tests.collectors.llm.fakes import FakeEnv, FakePolicy
+from tests.collectors.llm.test_agents import everything
 from tests.collectors.llm.test_failures import BAD
 from tests.collectors.llm.test_failures import env as failing
 from tests.collectors.llm.test_models import leaves
 from tests.collectors.llm.test_plain import Talks, chats, wrapper
+from tests.envs.llm.agents.scripted import collector as agents
 
 from rollwright.collectors.llm import LLMCollector
 from rollwright.data.llm import RecordLayout, Trace
@@ -194,6 +196,25 @@ def test_messages_texts_and_transforms_are_read_back(tmp_path):
 
 def length(completion_ids, **columns):
     return [float(len(tokens)) for tokens in completion_ids]
+
+
+@pytest.mark.llm
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_agents_that_own_their_loop_are_replayed_with_all_their_sequences(async_envs, tmp_path):
+    options = {"trajs_per_batch": 2, "async_envs": async_envs}
+    made, _ = agents(everything, rows=4, trace=tmp_path, **options)
+    with made:
+        found = rows_of(made)
+    assert traced(tmp_path, made.env.layout) == found
+    again, engine = agents(everything, rows=4, replay=tmp_path, **options)
+    with again:
+        replayed = rows_of(again)
+    assert not engine.requests
+    said = [  # an agent that asks side by side may ask in another order
+        sorted((*name[:3], row["tokens", "full"], row["log_probs", "response"]) for name, row in rows.items())
+        for rows in (found, replayed)
+    ]
+    assert said[0] == said[1]
 
 
 @pytest.mark.llm

@@ -140,12 +140,13 @@ def make_env(settings: Mapping[str, Any], batch: int) -> ChatEnv:
 def make_policy(settings: Mapping[str, Any]) -> Any:
     """The policy of a run; called where it is needed."""
     engine = settings["engine"]
-    if engine not in ("transformers", "vllm"):
+    address = engine.startswith(("http://", "https://"))
+    if engine not in ("transformers", "vllm") and not address:
         return load_object(engine, "--engine", "my_policies:make")()
     kwargs = {"max_new_tokens": settings["max_new_tokens"], "temperature": settings["temperature"]}
     mode: Any = "text" if settings["text"] else "history"
-    if engine == "vllm":
-        return vLLMWrapper(settings["model"], input_mode=mode, generate_kwargs=kwargs)
+    if engine == "vllm" or address:
+        return vLLMWrapper(engine if address else settings["model"], input_mode=mode, generate_kwargs=kwargs)
     return TransformersWrapper(settings["model"], input_mode=mode, generate_kwargs=kwargs)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rollwright.data.llm.trace import Trace, TracedConversation
-from rollwright.data.llm.turns import FinishReason, Turn, Version
+from rollwright.data.llm.turns import FinishReason, Origin, Turn, Version
 from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
 
 
@@ -19,7 +19,8 @@ class ReplayEngine(Engine):
     """Answers each request with the tokens, log-probabilities and versions that were recorded for it.
 
     A request is found by its seed, which is made of the run's seed, prompt, epoch, repeat and turn, so that order,
-    batches and workers may be others. Weights are taken, and change nothing.
+    batches and workers may be others; where a program makes requests side by side, by its prompt within the
+    conversation. Weights are taken, and change nothing.
 
     Args:
         folder: that a collector with ``trace=`` has written.
@@ -43,6 +44,7 @@ class ReplayEngine(Engine):
         self.end_ids = tuple(facts.get("end_ids", ()))
         self._version: Version = 0
         self._ready: list[Completion] = []
+        self._answered: set[tuple[Origin, int]] = set()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See :meth:`Engine.submit`.
@@ -59,8 +61,11 @@ class ReplayEngine(Engine):
                 "the data, the seed and the environment of the recorded run."
             )
         turn, found = self._turns[request.seed]
+        if not _asks(turn, request):
+            turn = self._same_prompt(found, request) or turn
+        self._answered.add((found.origin, turn.number))
         prompt = turn.tokens[: turn.num_prompt]
-        if not torch.equal(prompt, request.prompt):
+        if not _asks(turn, request):
             size = min(len(prompt), len(request.prompt))
             differs = (prompt[:size] != request.prompt[:size]).nonzero()
             place = int(differs[0]) if len(differs) else size
@@ -83,6 +88,12 @@ class ReplayEngine(Engine):
             {name: turn.seconds.get(name, 0.0) for name in ("queue", "generation")},
             error=RuntimeError(found.why or "the engine failed in the recorded run") if failed else None,
         )
+
+    def _same_prompt(self, found: TracedConversation, request: Request) -> Turn | None:
+        """The turn of a conversation that answers the prompt; one that was not answered yet, if there is one."""
+        turns = [turn for turn in found.turns if _asks(turn, request)]
+        left = (turn for turn in turns if (found.origin, turn.number) not in self._answered)
+        return next(left, turns[0] if turns else None)
 
     def results(self, timeout: float | None = None) -> list[Completion]:
         """See :meth:`Engine.results`; all are there at once."""
@@ -123,6 +134,10 @@ class ReplayEngine(Engine):
     def close(self) -> None:
         """See :meth:`Engine.close`."""
         self._ready.clear()
+
+
+def _asks(turn: Turn, request: Request) -> bool:
+    return torch.equal(turn.tokens[: turn.num_prompt], request.prompt)
 
 
 class ReplayPolicy:
