@@ -11,6 +11,7 @@ from rollwright.data.llm.turns import InputMode, LayoutName, LogProbMode
 from rollwright.modules.llm.engine import Engine, Sampling
 from rollwright.modules.llm.sampling import sampling_of
 from rollwright.modules.llm.serving.async_engine import AsyncEngine
+from rollwright.modules.llm.serving.servers import AsyncSGLang
 from rollwright.modules.llm.serving.vllm import AsyncVLLM
 from rollwright.modules.llm.wrapper import EngineWrapper, Keys, template_of
 
@@ -23,8 +24,9 @@ class vLLMWrapper(EngineWrapper):
     transformers that is trained.
 
     Args:
-        model: the name or directory of a model, which starts vLLM in a process of its own; an ``AsyncLLM``; or an
-            engine, such as :class:`AsyncVLLM`.
+        model: the name or directory of a model, which starts vLLM in a process of its own; the address of a ``vllm
+            serve`` (``http://...``, see :meth:`AsyncVLLM.connect`); an ``AsyncLLM``; or an engine, such as
+            :class:`AsyncVLLM`.
         tokenizer: None: that of ``model``.
         generate: True.
         engine_args: of vLLM's ``AsyncEngineArgs``, where ``model`` is a name.
@@ -67,6 +69,8 @@ class vLLMWrapper(EngineWrapper):
             engine = _with_sampling(model, sampling, given=generate_kwargs is not None)
             if engine_args:
                 raise TypeError("engine_args: expected only with the name of a model, got an engine beside it.")
+        elif isinstance(model, str) and model.startswith(("http://", "https://")):
+            engine = AsyncVLLM.connect(model, tokenizer=tokenizer, sampling=sampling, **(engine_args or {}))
         else:
             engine = AsyncVLLM(
                 model, tokenizer=tokenizer, sampling=sampling, version=policy_version, **(engine_args or {})
@@ -95,6 +99,20 @@ class vLLMWrapper(EngineWrapper):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Generate; see :meth:`TransformersWrapper.forward`."""
         return self.answer(tensordict)
+
+
+class SGLangWrapper(vLLMWrapper):
+    """A language model on a server of SGLang: generates responses. See :class:`vLLMWrapper` and :class:`AsyncSGLang`.
+
+    Args:
+        model: the address of a server, ``http://host:port``, or an engine.
+        **kwargs: of :class:`vLLMWrapper`.
+    """
+
+    def __init__(self, model: Any, **kwargs: Any) -> None:
+        if isinstance(model, str):
+            model = AsyncSGLang.connect(model, tokenizer=kwargs.get("tokenizer"))
+        super().__init__(model, **kwargs)
 
 
 def _with_sampling(engine: Engine, sampling: Sampling, *, given: bool) -> Engine:

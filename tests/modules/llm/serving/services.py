@@ -52,7 +52,8 @@ class LocalService(Service):
         self.end_ids, self.freezes = self.engine.end_ids, freezes
         self.shapes = {name: tuple(value.shape) for name, value in lm.state_dict().items()}
         self.lost: str = ""
-        self.loads = self.closed = 0
+        self.loads = self.closed = self.answers = 0
+        self.broken = False  # whether it takes no weights
         self._futures: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
         self._work = threading.Event()
         self._paused = False
@@ -82,6 +83,7 @@ class LocalService(Service):
     async def answer(self, order: Order) -> Reply:
         self._check()
         assert order.limit >= 1
+        self.answers += 1
         sampling = dataclasses.replace(order.sampling, stop_token_ids=order.end_ids, max_new_tokens=order.limit)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
@@ -120,6 +122,8 @@ class LocalService(Service):
         self._check()
         assert self._paused, "weights while it generates"
         self.loads += 1
+        if self.broken:
+            raise ValueError("no weights today")
         state = load_file(weights.path / "model.safetensors")
         self.engine.update_weights(state, label, cache="rebuild" if rebuild else "keep")
 

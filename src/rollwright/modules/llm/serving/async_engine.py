@@ -29,7 +29,7 @@ from rollwright.modules.llm.engine import (
 from rollwright.modules.llm.sampling import child_seed
 from rollwright.modules.llm.serving.loop import LoopThread, shared_loop
 from rollwright.modules.llm.serving.service import ABORTED, Order, Reply, Service, label_of, version_of
-from rollwright.modules.llm.serving.weight_files import WeightFiles
+from rollwright.modules.llm.serving.weight_files import Shapes, WeightFiles
 from rollwright.modules.llm.transformers_engine import check_requests, check_sampling
 
 _AGAIN_S = 0.1  # after which an order that did not end is ended again
@@ -135,6 +135,11 @@ class AsyncEngine(Engine):
         self._service.check(sampling)
 
     # Requests -----------------------------------------------------------------------------------------
+
+    @property
+    def weight_shapes(self) -> Shapes | None:
+        """Of the weights that the service takes, by name; None: unknown."""
+        return self._service.shapes
 
     @property
     def in_progress(self) -> int:
@@ -340,7 +345,7 @@ class AsyncEngine(Engine):
             EngineLostError: the service has not taken them. It generates nothing until it takes others.
         """
         check_update(mode, cache)
-        files = WeightFiles.of(weights, self._service.name, self._service.shapes)
+        files = WeightFiles.of(weights, self._service.name, self._service.shapes, self._service.weights_folder)
         with self._changed:
             if version is None:
                 version = next_version(self._version if self._update is None else self._update.version)

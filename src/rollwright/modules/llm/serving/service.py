@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollwright.data.llm.turns import LogProbMode, Version
+from rollwright.data.llm.turns import Version
 from rollwright.modules.llm.engine import Sampling
 from rollwright.modules.llm.serving.weight_files import Shapes, WeightFiles
 
@@ -63,6 +64,7 @@ class Service(ABC):
         vocab_size: token ids are less.
         end_ids: tokens that end a response, of model, generation config and tokenizer.
         shapes: of the weights by name; None: unknown.
+        weights_folder: where files of weights are written for it; None: in memory of this machine.
         freezes: whether :meth:`pause` keeps orders in progress; where not, they end as :data:`ABORTED`.
     """
 
@@ -72,6 +74,7 @@ class Service(ABC):
     vocab_size: int
     end_ids: tuple[int, ...]
     shapes: Shapes | None = None
+    weights_folder: Path | None = None
     freezes: bool = True
 
     @abstractmethod
@@ -141,18 +144,3 @@ def version_of(label: str) -> Version:
     (3, '7d9f', 0)
     """
     return int(label) if label.isdecimal() else 0 if label == "default" else label
-
-
-def check_mode(mode: LogProbMode, given: str, remedy: str) -> None:
-    """Check that vLLM gives log-probabilities of a mode.
-
-    Raises:
-        ValueError: it gives others.
-    """
-    wanted = VLLM_MODES[mode]
-    if given != wanted:
-        raise ValueError(f"log_prob_mode: {mode!r} needs logprobs_mode={wanted!r}, got {given!r}. {remedy}")
-
-
-VLLM_MODES: dict[LogProbMode, str] = {"sampled": "processed_logprobs", "raw": "raw_logprobs"}
-"""What vLLM calls the modes."""

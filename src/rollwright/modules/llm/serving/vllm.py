@@ -14,7 +14,10 @@ from rollwright.errors import EngineLostError, MissingExtraError, require
 from rollwright.modules.llm.engine import Engine, Sampling
 from rollwright.modules.llm.serving.async_engine import AsyncEngine
 from rollwright.modules.llm.serving.loop import LoopThread
-from rollwright.modules.llm.serving.service import VLLM_MODES, Order, Reply, Service, check_mode
+from rollwright.modules.llm.serving.replicas import Replicas
+from rollwright.modules.llm.serving.servers import VLLMServer
+from rollwright.modules.llm.serving.service import Order, Reply, Service
+from rollwright.modules.llm.serving.vllm_params import VLLM_MODES, check_mode, ids_in, reply_of, sampling_params
 from rollwright.modules.llm.serving.weight_files import WeightFiles, shapes_in
 
 _LOOK_S = 0.5  # after which it is looked whether the process lives
@@ -105,7 +108,39 @@ class AsyncVLLM(AsyncEngine):
             kwargs["tensor_parallel_size"] = num_devices
         if num_replicas < 1:
             raise ValueError(f"num_replicas: expected at least 1, got {num_replicas}.")
-        return cls(model, **kwargs)
+        engines: list[Engine] = []
+        try:
+            for _ in range(num_replicas):
+                engines.append(cls(model, **kwargs))
+        except BaseException:
+            for engine in engines:
+                engine.close()
+            raise
+        return engines[0] if num_replicas == 1 else Replicas(engines)
+
+    @classmethod
+    def connect(
+        cls, *addresses: str, sampling: Sampling | None = None, version: Version | None = None, **options: Any
+    ) -> Engine:
+        """An engine on servers, which give and take tokens and take new weights where they are started in this way.
+
+        ``VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs``
+
+        Args:
+            *addresses: ``http://host:port``, of servers with one model.
+            sampling: how tokens are sampled.
+            version: of the weights; None: that of the server.
+            **options: ``tokenizer``; ``api_key``; ``weights_folder``: where new weights are written, which the servers
+                read there too (None: in memory, which servers on this machine see).
+
+        Raises:
+            ValueError: no address, or a server that was started otherwise; names how.
+            EngineLostError: nothing answers at an address.
+        """
+        if not addresses:
+            raise ValueError("addresses: expected at least one, such as 'http://localhost:8000', got none.")
+        engines = [AsyncEngine(VLLMServer(one, **options), sampling=sampling, version=version) for one in addresses]
+        return engines[0] if len(engines) == 1 else Replicas(engines, addresses)
 
 
 def import_vllm() -> Any:
@@ -243,43 +278,3 @@ class _AsyncLLMService(Service):
                 f"{self.name} is gone: it was killed, or ended with an error, which it has written to its log. Close "
                 "this engine, and make another one."
             ) from error
-
-
-def sampling_params(order: Order) -> dict[str, Any]:
-    """Arguments of vLLM's ``SamplingParams``."""
-    how = order.sampling
-    return {
-        "n": 1,
-        "temperature": how.temperature,
-        "top_p": how.top_p,
-        "top_k": how.top_k,
-        "min_p": how.min_p,
-        "repetition_penalty": how.repetition_penalty,
-        "presence_penalty": how.presence_penalty,
-        "frequency_penalty": how.frequency_penalty,
-        "max_tokens": order.limit,
-        "stop": list(how.stop) or None,
-        "stop_token_ids": list(order.end_ids),
-        "ignore_eos": True,  # those of the model are among the ids
-        "seed": order.seed,
-        "logprobs": 0,  # of the token that was sampled, and no others
-        "detokenize": bool(how.stop),
-        "skip_special_tokens": False,
-    }
-
-
-def reply_of(
-    order: Order, tokens: list[int], log_probs: list[float], spans: Sequence[tuple[str, int]], reason: str
-) -> Reply:
-    """The reply of vLLM, with 0 as log-probability of the most probable token where only that is sampled."""
-    if order.sampling.temperature == 0 and order.sampling.log_prob_mode == "sampled":
-        log_probs = [0.0] * len(tokens)
-    return Reply(tokens, log_probs, [*spans] or [(order.salt, len(tokens))], reason)
-
-
-def ids_in(*found: Any) -> tuple[int, ...]:
-    """Ids of tokens, of which each entry may be one, several or None."""
-    ids: set[int] = set()
-    for entry in found:
-        ids.update([entry] if isinstance(entry, int) else entry or [])
-    return tuple(sorted(ids))

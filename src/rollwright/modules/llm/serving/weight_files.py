@@ -37,7 +37,7 @@ class WeightFiles:
             weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
 
     @classmethod
-    def of(cls, weights: Any, name: str, shapes: Shapes | None = None) -> WeightFiles:
+    def of(cls, weights: Any, name: str, shapes: Shapes | None = None, folder: Path | None = None) -> WeightFiles:
         """Write weights, in memory where the machine has a file system there with room.
 
         Args:
@@ -45,6 +45,7 @@ class WeightFiles:
                 module that holds it as ``model``. Or files that there are: ``WeightFiles``, or the path of a folder.
             name: what takes them, for messages.
             shapes: by name, of what is expected; None: it is not known.
+            folder: to write below; None: in memory where there is room, else where temporary files are.
 
         Raises:
             TypeError: ``weights`` is none of these.
@@ -62,11 +63,11 @@ class WeightFiles:
             return cls(path)
         state = state_of(weights, name, shapes)
         size = sum(value.nbytes for value in state.values())
-        in_memory = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 1.1 * size
-        folder = Path(tempfile.mkdtemp(prefix="rollwright-weights-", dir=_MEMORY if in_memory else None))
-        files = cls(folder, temporary=True)
+        if folder is None and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 1.1 * size:
+            folder = _MEMORY
+        files = cls(Path(tempfile.mkdtemp(prefix="rollwright-weights-", dir=folder)), temporary=True)
         save = require("safetensors.torch", name="save_file", extra="llm", purpose="an update of weights by file")
-        save(state, folder / "model.safetensors", metadata={"format": "pt"})
+        save(state, files.path / "model.safetensors", metadata={"format": "pt"})
         return files
 
 
