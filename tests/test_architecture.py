@@ -60,7 +60,7 @@ BUDGETS = {
     "collectors/rollout": (5920, 5760),
     "collectors/workers": (3250, 3055),
     "collectors/workers/remote": (1750, 1670),
-    "data": (4200, 3750),
+    "data": (4210, 3765),
     "data/datasets": (960, 830),
     "data/llm": (2080, 1850),
     "data/replay_buffers": (6935, 6570),

@@ -10,6 +10,7 @@ from gymnasium import spaces
 
 from rollwright.cli import minari as export
 from rollwright.collectors import Collector
+from rollwright.data import LazyTensorStorage, TensorDictReplayBuffer
 from rollwright.data.datasets import load_dataset
 from rollwright.envs import GymEnv
 
@@ -283,3 +284,51 @@ def test_second_ctrl_c_leaves_the_frames(run, tmp_path, monkeypatch):
     assert "the Minari dataset was not written" in result.err
     assert not (tmp_path / "out" / ID).exists()
     assert load_dataset(tmp_path / "out" / ".rollwright" / ID.replace("/", ".")).batch_size == (100,)
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_frames_read_from_minari_are_those_that_were_collected(run, tmp_path, monkeypatch, num_envs):
+    out = tmp_path / "out"
+    arguments = ("collect", "CartPole-v1", "--frames", 600, "--num-envs", num_envs, "--seed", 11)
+    assert run(*arguments, "--format", "minari", "--output", out).status == 0
+    batch = batch_of(GymEnv("CartPole-v1", **({"num_envs": num_envs} if num_envs > 1 else {})), 11, 600)
+    expected = torch.cat(list(episodes_in(batch)))
+    frames = load_dataset(out / ID)
+    shared = [key for key in frames.keys(True, True) if key != ("collector", "traj_ids")]
+    assert set(shared) <= set(expected.keys(True, True))
+    assert (frames.select(*shared) == expected.select(*shared)).all()
+    assert frames["collector", "traj_ids"].unique_consecutive().tolist() == list(range(len(list(episodes_in(batch)))))
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(out))
+    assert (load_dataset(f"minari:{ID}") == frames).all()
+    assert (load_dataset(out / ID, start=5, stop=9) == frames[5:9]).all()
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1_000), batch_size=8)
+    buffer.extend(frames)
+    assert buffer.sample()["action"].shape == (8, 2)
+
+
+def test_spaces_within_spaces_are_read_under_the_keys_of_the_environment(run, tmp_path, everything):
+    out = tmp_path / "out"
+    run("collect", everything, "--frames", 30, "--seed", 0, "--output", tmp_path / "frames")
+    run("collect", everything, "--frames", 30, "--seed", 0, "--format", "minari", "--output", out)
+    [folder] = {path.parent.parent for path in out.rglob("metadata.json")}
+    found, expected = load_dataset(folder), load_dataset(tmp_path / "frames")
+    assert len(found)
+    for key, value in found.items(True, True):
+        if key != ("collector", "traj_ids"):
+            assert (value == expected[: len(found)].get(key)).all(), key
+
+
+def test_inspect_shows_a_dataset_of_minari(run, tmp_path):
+    out = tmp_path / "out"
+    run("collect", "CartPole-v1", "--frames", 300, "--seed", 0, "--format", "minari", "--output", out)
+    for path in (out / ID, out / ID / "data"):
+        result = run("inspect", path, "--check")
+        assert result.status == 0, result.err
+        assert "check      passed" in result.out
+        assert " complete (" in result.out
+    missing = run("inspect", "minari:not/there-v0")
+    assert missing.status == 2
+    assert "Download it with: minari download not/there-v0" in missing.err

@@ -14,11 +14,13 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from rollwright.cli.errors import Failure, plain
 from rollwright.data.datasets import describe_dataset, load_dataset
 from rollwright.data.datasets.description import COMPACT, DESCRIPTION, FRAMES
+from rollwright.data.datasets.minari import PREFIX, minari_folder
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.loading import load_mapped, load_saved
 from rollwright.data.replay_buffers import LazyMemmapStorage, RaggedStorage
 from rollwright.data.replay_buffers.storages.folders import LIST_FILE
 from rollwright.data.replay_buffers.storages.memory import ROWS_FILE, STATE_FILE
+from rollwright.errors import MissingExtraError
 
 _REMEDY = "Pass --allow-pickle"
 
@@ -62,6 +64,8 @@ def open_frames(path: Path, *, allow_pickle: bool = False) -> Found:
     if path.name in (ROWS_FILE, LIST_FILE, STATE_FILE):
         path = path.parent
     try:
+        if str(path).startswith(PREFIX) or minari_folder(path) is not None:
+            return Found(load_dataset(path))
         if not path.exists():
             raise Failure(
                 f"there is no {str(path)!r}. Name a folder that rollwright collect or a replay buffer wrote, or a .pt "
@@ -80,12 +84,16 @@ def open_frames(path: Path, *, allow_pickle: bool = False) -> Found:
             return _items_of(path, allow_pickle)
     except Failure:
         raise
+    except MissingExtraError as error:
+        raise Failure(str(error)) from error
+    except FileNotFoundError as error:
+        raise Failure(plain(error)) from error
     except Exception as error:
         raise Failure(f"{str(path)!r} cannot be read: {plain(error)}", status=1) from error
-    hint = ""
-    if any((path / name).is_file() for name in ("metadata.json", "data/metadata.json")):
-        hint = " It looks like a Minari dataset: minari.load_dataset reads it."
-    raise Failure(f"{str(path)!r} holds neither a {DESCRIPTION}, a memory-mapped TensorDict nor a replay buffer.{hint}")
+    raise Failure(
+        f"{str(path)!r} holds neither a {DESCRIPTION}, a memory-mapped TensorDict, a replay buffer nor a dataset of "
+        "Minari."
+    )
 
 
 def _load_file(path: Path, allow_pickle: bool) -> TensorDictBase:

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import key_str, leaves, unravel
 from rollwright.data.datasets.files import read_frames, remove_frames
+from rollwright.data.datasets.minari import PREFIX, load_minari, minari_folder
 from rollwright.data.loading import load_mapped, named, pickles_in
 from rollwright.errors import DamagedFileError
 
@@ -110,8 +111,12 @@ def load_dataset(path: str | os.PathLike[str], *, start: int = 0, stop: int | No
 
     Nothing in the folder is run, whoever put it there.
 
+    Datasets of Minari are read into memory, ``[N]``, one episode after another; see
+    :func:`~rollwright.data.datasets.minari.load_minari`.
+
     Args:
-        path: folder written by :class:`DatasetWriter` or ``rollwright collect``.
+        path: folder written by :class:`DatasetWriter` or ``rollwright collect``; or a dataset of Minari: its folder, or
+            ``"minari:NAME"``.
         start: the first step to read, of each environment.
         stop: the step behind the last; None: all.
 
@@ -135,18 +140,30 @@ def load_dataset(path: str | os.PathLike[str], *, start: int = 0, stop: int | No
         ['a', 'aa']
         >>> folder.cleanup()
     """
+    if str(path).startswith(PREFIX) or minari_folder(Path(path)) is not None:
+        return _steps_of(load_minari(str(path) if str(path).startswith(PREFIX) else Path(path)), path, start, stop)
     description = describe_dataset(path)
     steps = description["steps"]
     if not steps:
         raise ValueError(f"{path}: the collection ended before its first batch was complete. There are no frames.")
-    stop = steps if stop is None else stop
-    if not 0 <= start < stop <= steps:
-        raise ValueError(f"start, stop: expected some of the {steps} steps of {path}, got {start} to {stop}.")
+    stop = _checked_stop(path, steps, start, stop)
     folder = Path(path) / description["data"]
     if description["data"] == ROWS:
         return read_frames(folder, description["batch_size"][:-1], start, stop)
     frames = _load_frames(folder, description)
     return frames if start == 0 and stop == frames.batch_size[-1] else frames[..., start:stop]
+
+
+def _checked_stop(path: str | os.PathLike[str], steps: int, start: int, stop: int | None) -> int:
+    stop = steps if stop is None else stop
+    if not 0 <= start < stop <= steps:
+        raise ValueError(f"start, stop: expected some of the {steps} steps of {path}, got {start} to {stop}.")
+    return stop
+
+
+def _steps_of(frames: TensorDictBase, path: str | os.PathLike[str], start: int, stop: int | None) -> TensorDictBase:
+    stop = _checked_stop(path, frames.batch_size[-1], start, stop)
+    return frames if start == 0 and stop == frames.batch_size[-1] else frames[start:stop]
 
 
 def _load_frames(folder: Path, description: dict[str, Any]) -> TensorDictBase:

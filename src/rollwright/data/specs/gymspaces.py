@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from functools import singledispatch
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium.spaces as gym_spaces
 import numpy as np
 import torch
 
+from rollwright._keys import NestedKey, unravel
 from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.binary import Binary
 from rollwright.data.specs.composite import Composite
@@ -235,3 +236,42 @@ def to_gym_value(spec: TensorSpec, space: Space, val: Any) -> Any:
     if isinstance(spec, Composite) and isinstance(space, gym_spaces.Tuple):
         return tuple(to_gym_value(spec[str(i)], sub, val.get(str(i))) for i, sub in enumerate(space))
     return spec.to_numpy(val)
+
+
+# The entries of a space
+
+
+class Leaf(NamedTuple):
+    """One entry of a space: its key, its path inside the raw value, its space and spec (unbatched)."""
+
+    key: NestedKey
+    path: tuple[Any, ...]
+    space: Space
+    spec: TensorSpec
+
+
+def leaves_of(space: Space, root: str, categorical: bool) -> list[Leaf]:
+    """The entries of a space.
+
+    A Dict gives its own keys; what is not a Dict is called ``root``; the elements of a Tuple are
+    called ``"0"``, ``"1"``, … below the Tuple's name.
+
+    Args:
+        space: of one environment.
+        root: the key of a space that has no name of its own.
+        categorical: discrete entries as integers instead of one-hot.
+    """
+    return list(_walk(space, root, categorical, (), ()))
+
+
+def _walk(space: Space, root: str, categorical: bool, names: tuple[str, ...], path: tuple[Any, ...]) -> list[Leaf]:
+    children: list[tuple[Any, tuple[str, ...], Space]]
+    if isinstance(space, gym_spaces.Dict):
+        children = [(name, (*names, str(name)), child) for name, child in space.spaces.items()]
+    elif isinstance(space, gym_spaces.Tuple):
+        names = names or (root,)
+        children = [(i, (*names, str(i)), child) for i, child in enumerate(space.spaces)]
+    else:
+        spec = from_gym_space(space, device="cpu", categorical_action_encoding=categorical)
+        return [Leaf(unravel(names or (root,)), path, space, spec)]
+    return [leaf for index, below, child in children for leaf in _walk(child, root, categorical, below, (*path, index))]

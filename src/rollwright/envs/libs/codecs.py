@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,52 +14,16 @@ from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from rollwright._keys import NestedKey, unravel
+from rollwright._keys import NestedKey
 from rollwright._warnings import warn_user
 from rollwright.data.specs import Binary, Composite, MultiOneHot, OneHot, TensorSpec
-from rollwright.data.specs.gymspaces import from_gym_space, numpy_dtype
+from rollwright.data.specs.gymspaces import Leaf, leaves_of, numpy_dtype
 from rollwright.errors import SpecError
 
 __all__ = ["ActionWriter", "Leaf", "ObservationReader", "leaves_of", "spec_of"]
 
 Batch = tuple[int, ...]
 _MOST_ROWS = 1024  # of a table of one-hot rows
-
-
-class Leaf(NamedTuple):
-    """One entry of a space: its key, its path inside the raw value, its space and spec (unbatched)."""
-
-    key: NestedKey
-    path: tuple[Any, ...]
-    space: Space[Any]
-    spec: TensorSpec
-
-
-def leaves_of(space: Space[Any], root: str, categorical: bool) -> list[Leaf]:
-    """The entries of a space.
-
-    A Dict gives its own keys; what is not a Dict is called ``root``; the elements of a Tuple are
-    called ``"0"``, ``"1"``, … below the Tuple's name.
-
-    Args:
-        space: of one environment.
-        root: the key of a space that has no name of its own.
-        categorical: discrete entries as integers instead of one-hot.
-    """
-    return list(_walk(space, root, categorical, (), ()))
-
-
-def _walk(space: Space[Any], root: str, categorical: bool, names: tuple[str, ...], path: tuple[Any, ...]) -> list[Leaf]:
-    children: list[tuple[Any, tuple[str, ...], Space[Any]]]
-    if isinstance(space, spaces.Dict):
-        children = [(name, (*names, str(name)), child) for name, child in space.spaces.items()]
-    elif isinstance(space, spaces.Tuple):
-        names = names or (root,)
-        children = [(i, (*names, str(i)), child) for i, child in enumerate(space.spaces)]
-    else:
-        spec = from_gym_space(space, device="cpu", categorical_action_encoding=categorical)
-        return [Leaf(unravel(names or (root,)), path, space, spec)]
-    return [leaf for index, below, child in children for leaf in _walk(child, root, categorical, below, (*path, index))]
 
 
 def spec_of(leaves: list[Leaf], batch: Batch) -> Composite:
