@@ -53,7 +53,7 @@ BUDGETS = {
     "cli": (2300, 1980),
     "collectors": (2535, 2250),
     "collectors/clusters": (395, 310),
-    "collectors/delivery": (1925, 1895),
+    "collectors/delivery": (1985, 1950),
     "collectors/evaluation": (1280, 1110),
     "collectors/llm": (500, 450),
     "collectors/loggers": (380, 350),

@@ -172,6 +172,9 @@ class DataCursor:
             ids: of them; None: all that ended in the last batch.
         """
 
+    def filtered(self, ids: Iterable[int], reason: str) -> None:
+        """A complete group of trajectories will not be delivered, and why: on purpose."""
+
     def dropped(self) -> None:
         """Trajectories that ended and were not delivered never will be: on purpose."""
 

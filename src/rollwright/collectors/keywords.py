@@ -132,6 +132,8 @@ class LLMKeywords(ProcessKeywords, total=False):
     yield_only_last_steps: bool | None
     trajs_per_batch: int | None
     groups_per_batch: int | None
+    keep_group: Callable[[TensorDictBase], bool | str | None] | None
+    max_oversampling: float
     async_envs: bool | None
     delivery_order: Literal["completion", "data"]
     flatten_data: bool | None

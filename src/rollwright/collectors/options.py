@@ -215,6 +215,8 @@ class CollectorOptions:
     flatten_data: ClassVar[bool] = False
     num_shards: ClassVar[int] = 1
     trace: ClassVar[str | None] = None
+    keep_group: ClassVar[Any] = None
+    max_oversampling: ClassVar[float] = 10.0
     delivery_order: ClassVar[Literal["completion", "data"]] = "completion"
     on_error: ClassVar[Literal["raise", "drop", "mask"]] = "raise"
     max_retries: ClassVar[int] = 0
@@ -319,6 +321,8 @@ class ConversationOptions(CollectorOptions):
         weight_update_cache: what becomes of its cache.
         num_shards: collectors that share the groups of the data; ``worker_idx`` says which part is this one's.
         trace: folder that conversations are written into.
+        keep_group: decides which complete groups are delivered.
+        max_oversampling: groups that are taken for each that is delivered, at most.
         delivery_order: of complete conversations and groups.
         on_error: what becomes of a conversation that fails.
         max_retries: how often it is tried again before.
@@ -334,6 +338,8 @@ class ConversationOptions(CollectorOptions):
     weight_update_cache: CacheMode = "keep"
     num_shards: Annotated[int, whole(1)] = 1  # type: ignore[misc]
     trace: str | None = None  # type: ignore[misc]
+    keep_group: Callable[[TensorDictBase], bool | str | None] | None = None  # type: ignore[misc]
+    max_oversampling: float = 10.0  # type: ignore[misc]
     delivery_order: Literal["completion", "data"] = "completion"  # type: ignore[misc]
     on_error: Literal["raise", "drop", "mask"] = "raise"  # type: ignore[misc]
     max_retries: Annotated[int, whole(0)] = 0  # type: ignore[misc]

@@ -180,6 +180,9 @@ class TrajectoryAssembler:
     def settle(self) -> None:
         """A batch was taken, or there is none left."""
 
+    def sift(self, keeps: Callable[[list[Trajectory]], bool]) -> None:
+        """Decide on complete groups, where trajectories come in groups; those that are not kept are forgotten."""
+
     def _is_spoiled(self, name: int) -> bool:
         return name < self._spoiled_below or name in self._spoiled
 
@@ -365,11 +368,12 @@ class GroupAssembler(TrajectoryAssembler):
         super()._clear()
         self._open_groups: dict[_Name, list[tuple[Origin, Trajectory]]] = {}
         self._early: dict[_Name, list[Trajectory]] = {}  # complete, and others come first
+        self._next: deque[list[Trajectory]] = deque()  # that nobody has decided on
         self._groups: deque[list[Trajectory]] = deque()
 
     @property
     def num_complete(self) -> int:
-        """Groups that are complete and wait to be delivered."""
+        """Groups that are to be delivered."""
         return len(self._groups)
 
     @property
@@ -393,7 +397,7 @@ class GroupAssembler(TrajectoryAssembler):
             group.sort(key=lambda each: each[0].repeat)
             found = [trajectory for _, trajectory in self._open_groups.pop(name)]
             if self._order is None:
-                self._groups.append(found)
+                self._next.append(found)
             else:
                 self._early[name] = found
 
@@ -402,13 +406,20 @@ class GroupAssembler(TrajectoryAssembler):
         for name in list(self._open_groups):
             self._close_group(name)
         if self._order is not None and self._early:
-            ahead = {self._name_of(group[0]) for group in self._groups}
+            ahead = {self._name_of(group[0]) for group in (*self._groups, *self._next)}
             for name in itertools.starmap(self._name, self._order()):
                 if name in self._early:
-                    self._groups.append(self._early.pop(name))
+                    self._next.append(self._early.pop(name))
                     ahead.add(name)
                 elif name not in ahead:
                     break
+
+    def sift(self, keeps: Callable[[list[Trajectory]], bool]) -> None:
+        """See :meth:`TrajectoryAssembler.sift`."""
+        while self._next:
+            if keeps(self._next[0]):
+                self._groups.append(self._next[0])
+            self._next.popleft()
 
     def _name_of(self, found: Trajectory) -> _Name:
         origin = origin_of(found)
@@ -417,7 +428,8 @@ class GroupAssembler(TrajectoryAssembler):
     def _all_complete(self) -> list[Trajectory]:
         waiting = [trajectory for group in list(self._open_groups.values()) for _, trajectory in group]
         early = [trajectory for group in list(self._early.values()) for trajectory in group]
-        return [trajectory for group in self._groups.copy() for trajectory in group] + early + waiting
+        complete = [*self._groups.copy(), *self._next.copy()]
+        return [trajectory for group in complete for trajectory in group] + early + waiting
 
     def pop(self, n: int) -> list[Trajectory]:
         """The conversations of the ``n`` groups that are next, group after group."""

@@ -20,7 +20,7 @@ from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import placed, td_from, td_state
 from rollwright.data.layout import TRAJ_IDS, split_trajectories
-from rollwright.errors import NoSilentEnd
+from rollwright.errors import EnvError, NoSilentEnd
 
 _ENDLESS = "This collector has no end (total_frames=-1), hence no length. Pass total_frames= to set one."
 _UNKNOWN = (
@@ -50,6 +50,7 @@ def make_assembler(rollout: Rollout) -> TrajectoryAssembler | None:
         return None
     if options.groups_per_batch is None and options.delivery_order == "completion":
         return TrajectoryAssembler(rows)
+    _check_repeats(rollout)
     sizes, order = group_sizes(rollout.env, rollout.cursor), None
     if options.delivery_order == "data":
         source = getattr(getattr(rollout.env, "conversations", None), "source", None)
@@ -60,6 +61,16 @@ def make_assembler(rollout: Rollout) -> TrajectoryAssembler | None:
             )
         order = source.undelivered
     return GroupAssembler(rows, sizes, alone=options.groups_per_batch is None, order=order)
+
+
+def _check_repeats(rollout: Rollout) -> None:
+    source: Any = getattr(getattr(rollout.env, "conversations", None), "source", rollout.env)
+    repeats = getattr(source, "repeats", None)
+    if rollout.options.keep_group is not None and 1 in (repeats if isinstance(repeats, list) else [repeats]):
+        raise ValueError(
+            "keep_group: expected groups of at least 2 conversations, got repeats=1. Pass repeats= to the environment, "
+            "or leave keep_group out."
+        )
 
 
 def _saved_ids(trajectories: Mapping[str, Any]) -> NDArray[Any] | None:
@@ -95,6 +106,7 @@ class RolloutDelivery(Delivery):
         self.waiting_for: str | None = None
         self._left_out: set[NestedKey] = set()
         self._delivered_trajectories = self._warned_of_end = False
+        self._kept = self._filtered = 0  # groups since the last delivery
 
     def ready(self) -> bool:
         """Whether there is something to deliver; it may take rollouts to know."""
@@ -209,7 +221,7 @@ class RolloutDelivery(Delivery):
         try:
             batch = rollout.collect()
         except NothingLeft:
-            assembler.settle()
+            self._sift()
             return
         except BaseException:
             if rollout.go_back_if_begun() and not rollout.cursor.offers_again:  # else what goes on has its id still
@@ -222,6 +234,44 @@ class RolloutDelivery(Delivery):
             assembler.drop_after_error(known + rollout.frames)
             raise
         self._profile.step()
+        self._sift()
+
+    def _sift(self) -> None:
+        """Decide on groups that are complete."""
+        if self.assembler is not None:
+            self.assembler.settle()
+            self.assembler.sift(self._keeps)
+
+    def _keeps(self, group: Sequence[Trajectory]) -> bool:
+        options = self.rollout.options
+        if options.keep_group is None:
+            return True
+        with NoSilentEnd("keep_group"):
+            answer = options.keep_group(copied([piece for each in group for piece in each.pieces]))
+        if kept := not isinstance(answer, str) and (answer is None or bool(answer)):
+            self._kept += 1
+        else:
+            reason = answer if isinstance(answer, str) else getattr(options.keep_group, "__name__", "keep_group")
+            self.rollout.cursor.filtered([each.id for each in group], reason)
+            self._filtered += 1
+        return kept
+
+    def _check_oversampling(self) -> None:
+        """Test that not too many groups were filtered since the last batch.
+
+        Raises:
+            EnvError: more than ``max_oversampling`` allows.
+        """
+        options, taken = self.rollout.options, self._filtered + self._kept
+        most = options.max_oversampling * (options.groups_per_batch or 1)
+        if self._filtered and taken >= most and self._kept < (options.groups_per_batch or 1):
+            kept, self._kept, self._filtered = self._kept, 0, 0
+            reasons = self.rollout.stats().get("groups_filtered")
+            raise EnvError(
+                f"keep_group: of {taken} groups that were collected for a batch, {kept} were kept, which is less than "
+                f"groups_per_batch={options.groups_per_batch}; filtered so far: {dict(reasons or {})}. Keep more "
+                "groups, choose other prompts, or pass a larger max_oversampling."
+            )
 
     def give_back(self, popped: Sequence[Trajectory]) -> None:
         """The delivery of trajectories has failed: they are offered again, or dropped."""
@@ -359,8 +409,9 @@ class TrajectoryBatches(RolloutDelivery):
 
     def ready(self) -> bool:
         """Whether there is something to deliver; it may take rollouts to know."""
-        self.assembler.settle()
+        self._sift()
         while self.assembler.num_complete < self._count:
+            self._check_oversampling()
             if self.rollout.completed:
                 return False
             self.collect_trajectories()
@@ -379,6 +430,7 @@ class TrajectoryBatches(RolloutDelivery):
             self.give_back(popped)
             raise
         self._delivered_trajectories = True
+        self._kept = self._filtered = 0
         self.rollout.cursor.delivered(trajectory.id for trajectory in popped)
         return batch
 
@@ -386,6 +438,7 @@ class TrajectoryBatches(RolloutDelivery):
         """The trajectories (or groups) that are complete after one more rollout, each ``[length]``."""
         self.collect_trajectories()
         handed, popped = [], []
+        self._check_oversampling()
         try:
             while self.assembler.num_complete:
                 found = self.assembler.pop(1)  # of groups: all of one
@@ -394,7 +447,9 @@ class TrajectoryBatches(RolloutDelivery):
         except BaseException:
             self.give_back(popped)
             raise
-        self.rollout.cursor.delivered(trajectory.id for trajectory in popped)
+        if popped:
+            self._kept = self._filtered = 0
+            self.rollout.cursor.delivered(trajectory.id for trajectory in popped)
         return handed
 
 

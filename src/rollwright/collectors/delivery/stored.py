@@ -273,6 +273,7 @@ class StoredTrajectories(Stored):
             return None
         if not self.rollout.completed:  # else what a failed delivery has left
             self.collect_trajectories()
+        self._check_oversampling()
         self.batches += 1
         while self.assembler.num_complete:
             popped = self.assembler.pop(min(self._at_once, self.assembler.num_complete))
@@ -284,6 +285,7 @@ class StoredTrajectories(Stored):
                 self.give_back(popped)
                 raise
             self._delivered_trajectories = True
+            self._kept = self._filtered = 0
             self.rollout.cursor.delivered(found.id for found in popped)
             if error is not None:
                 raise error

@@ -19,6 +19,12 @@ from rollwright.weight_update.schemes import as_schemes, check_schemes
 from rollwright.weight_update.updaters import check_updater
 
 
+def _at_least_one(name: str, value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
+        raise ValueError(f"{name}: expected a number of at least 1, got {value!r}.")
+    return value
+
+
 def _tracker(name: str, value: object) -> object:
     if not isinstance(value, bool) and not callable(getattr(value, "increment_version", None)):
         raise TypeError(
@@ -45,6 +51,11 @@ class LLMOptions:
         trajs_per_batch: deliver this many complete conversations at a time, one after another; see ``delivery_order``.
         groups_per_batch: deliver this many complete groups at a time, one after another. A group is all conversations
             that begin with one prompt (the repeats of the dataset), in order of their repeats.
+        keep_group: called with each complete group, ``[turns]``; True: it is delivered. False: it is not, and another
+            group is collected in its place; its prompt counts as done. A text says why, for
+            ``stats()["groups_filtered"]``. See :func:`~rollwright.data.llm.rewards_differ`.
+        max_oversampling: groups that may be collected for a batch, for each of ``groups_per_batch``; where more would
+            be needed, it is an error. With workers, of each.
         async_envs: take turns in the order in which they end, ``[N]``: conversations whose environment is ready
             generate while others step, and another one begins as soon as one has ended. False: one turn of each
             environment in turn, ``[*env, T]``. None: True if complete conversations are delivered, or for an
@@ -115,6 +126,8 @@ asks for turns of any. Drop one of the two.
     yield_only_last_steps: bool | None = None
     trajs_per_batch: Annotated[int | None, whole(1)] = None
     groups_per_batch: Annotated[int | None, whole(1)] = None
+    keep_group: Callable[[TensorDictBase], bool | str | None] | None = None
+    max_oversampling: Annotated[float, Check(_at_least_one)] = 10.0
     async_envs: bool | None = None
     delivery_order: Literal["completion", "data"] = "completion"
     flatten_data: bool | None = None
@@ -162,6 +175,10 @@ asks for turns of any. Drop one of the two.
         object.__setattr__(self, "yield_completed_trajectories", self.delivers_whole)
 
     def _check_completed(self) -> None:
+        if self.keep_group is not None and self.groups_per_batch is None:
+            raise ValueError(
+                "keep_group: expected groups_per_batch=, the number of groups to deliver at a time, got None. Pass it."
+            )
         if self.delivery_order == "data" and not self.delivers_whole:
             raise ValueError(
                 "delivery_order='data': expected complete conversations, got turns, which are delivered as they come. "

@@ -271,6 +271,7 @@ def options_of_workers(
         whole.update(trajs_per_batch=1, traj_format="cat")
     if checked.groups_per_batch is not None:
         whole["groups_per_batch"] = 1
+        whole["max_oversampling"] = checked.max_oversampling * checked.groups_per_batch
     if "num_shards" in names_of(kind):
         whole["num_shards"] = num_workers
     frames = whole.get("frames_per_batch", checked.frames_per_batch)

@@ -5,7 +5,7 @@ from rollwright.data.llm.chat_template import ChatTemplate
 from rollwright.data.llm.history import ChatHistory, History
 from rollwright.data.llm.ragged import as_list, as_nested, flat_records, packed, padded
 from rollwright.data.llm.records import RecordLayout, empty_record, record, records, stack_records
-from rollwright.data.llm.sequence import group_advantages, training_sequences
+from rollwright.data.llm.sequence import group_advantages, rewards_differ, training_sequences
 from rollwright.data.llm.trace import Trace, TracedConversation, TraceWriter
 from rollwright.data.llm.turns import FinishReason, Message, Origin, Turn, turn_seed
 
@@ -31,6 +31,7 @@ __all__ = [
     "padded",
     "record",
     "records",
+    "rewards_differ",
     "stack_records",
     "training_sequences",
     "turn_seed",

@@ -152,6 +152,27 @@ def group_advantages(
     return batch
 
 
+def rewards_differ(group: TensorDictBase, *, reward_key: NestedKey = ("next", "reward")) -> bool | str:
+    """Whether the conversations of a group have different returns, so that there is something to learn from it.
+
+    For ``keep_group=`` of a collector. Conversations that failed do not count.
+
+    Args:
+        group: its records.
+        reward_key: ``[1]`` or ``[response, 1]``.
+
+    Returns:
+        True; or ``"equal rewards"``, the reason why it is not kept.
+    """
+    rows = [one for one in flat_records(group) if _is_turn(one)]
+    failed = {_conversation(one) for one in rows if _failed(one)}
+    found: dict[tuple[int, ...], float] = {}
+    for one in rows:
+        if (name := _conversation(one)) not in failed:
+            found[name] = found.get(name, 0.0) + float(one[reward_key].sum())
+    return len(set(found.values())) > 1 or "equal rewards"
+
+
 def _records(source: Any) -> list[TensorDictBase]:
     if isinstance(source, Turn):
         return [record(source, _LAYOUT)]

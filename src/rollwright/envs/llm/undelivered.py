@@ -29,6 +29,7 @@ class Undelivered:
         num_dropped: conversations that were dropped on purpose, and count as delivered.
         trace: where turns are written, and what becomes of conversations; None: nowhere.
         failed: how many have failed, by class of what was raised.
+        filtered: complete groups that were not delivered, on purpose, by reason.
 
     Example:
         >>> from rollwright.envs.llm.conversations import DatasetConversations
@@ -50,6 +51,7 @@ class Undelivered:
         self.num_dropped = 0
         self.trace: TraceWriter | None = None
         self.failed: Counter[str] = Counter()
+        self.filtered: Counter[str] = Counter()
         self._left_out: Counter[int] = Counter()  # conversations by group, of groups that were not delivered
         self._ended: dict[Any, Opening] = {}  # by trajectory id
         self._last: list[Any] = []  # of them, those that ended in the last batch
@@ -141,6 +143,20 @@ class Undelivered:
                 self.source.delivered(opening.draw.origin)
                 self._left_out.pop(opening.draw.origin.group, None)
 
+    def filter(self, ids: Iterable[Any], reason: str) -> None:
+        """A complete group will not be delivered; its prompt counts as done.
+
+        Args:
+            ids: of its trajectories.
+            reason: for people.
+        """
+        ids = list(ids)
+        if self.trace is not None:
+            for opening in (self._ended[number] for number in ids if number in self._ended):
+                self.trace.end(opening.draw.origin, "filtered", reason)
+        self.delivered(ids)
+        self.filtered[reason] += 1
+
     def take(self, ids: Iterable[Any]) -> list[Opening]:
         """Conversations that had ended, which are not among them any more."""
         return [self._ended.pop(number) for number in list(ids) if number in self._ended]
@@ -181,6 +197,7 @@ class Undelivered:
             "again": packed(list(self.again)),
             "dropped": self.num_dropped,
             "failed": dict(self.failed),
+            "filtered": dict(self.filtered),
         }
 
     def load_state_dict(
@@ -203,7 +220,7 @@ class Undelivered:
         if delivered:  # groups are as large as what is left of them
             self.source.load_state_dict(self.source.state_dict())
         self.load_again(unpacked(state_dict["again"]), state_dict["dropped"])
-        self.failed = Counter(state_dict.get("failed", {}))
+        self.failed, self.filtered = (Counter(state_dict.get(name, {})) for name in ("failed", "filtered"))
         self._left_out.clear()  # the source has taken them off the sizes of their groups
         done, ended = {(at.group, at.repeat) for at in delivered}, unpacked(state_dict["undelivered"]).items()
         left = {number: at for number, at in ended if (at.draw.origin.group, at.draw.origin.repeat) not in done}

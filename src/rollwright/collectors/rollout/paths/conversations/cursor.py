@@ -181,6 +181,10 @@ class ConversationCursor(DataCursor):
         known = {} if self._delivers_whole else {**self._partly, **self._taken}
         return {origin: at for origin, at in _by_origin(self.progress.begun()).items() if origin in known}
 
+    def filtered(self, ids: Iterable[int], reason: str) -> None:
+        """See :meth:`DataCursor.filtered`."""
+        self.undelivered.filter(ids, reason)
+
     def dropped(self) -> None:
         """See :meth:`DataCursor.dropped`."""
         self.undelivered.dropped()
@@ -318,6 +322,7 @@ class ConversationCursor(DataCursor):
             "conversations_in_progress": len(begun) + len(undelivered.again),
             "conversations_dropped": undelivered.num_dropped,
             "conversations_failed": undelivered.failed.copy(),
+            "groups_filtered": undelivered.filtered.copy(),
             "conversations_undelivered": len(undelivered),
             "conversations_unfinished": undelivered.names(left),
         }

@@ -46,7 +46,11 @@ def divided(
         )
     started = in_parts and any(state["row_ids"] is not None for state in states)
     dropped = [sum(state["dropped"] for state in states)] + [0] * (count - 1)
-    failed = [dict(sum((Counter(state.get("failed", {})) for state in states), Counter[str]()))] + [{}] * (count - 1)
+    counted = {
+        name: dict(sum((Counter(state.get(name, {})) for state in states), Counter[str]()))
+        for name in ("failed", "filtered")
+    }
+    counts = [counted] + [{name: {} for name in counted}] * (count - 1)
     return [
         {
             "dialogs": [packed({**saved, "slot": slot}) for slot, saved in enumerate(part["dialogs"])],
@@ -55,9 +59,9 @@ def divided(
             **{name: packed(part[name]) for name in _PACKED},
             "undelivered": packed(dict(part["undelivered"])),
             "dropped": number,
-            "failed": errors,
+            **reasons,
         }
-        for part, number, errors in zip(parts, dropped, failed, strict=True)
+        for part, number, reasons in zip(parts, dropped, counts, strict=True)
     ]
 
 
