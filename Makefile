@@ -4,10 +4,10 @@ SEED   ?= 0
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo demo-llm test test-vllm lint format types doctest docs bench clean
+.PHONY: help demo demo-llm test test-openai test-vllm lint format types doctest docs bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: .venv/.plot ## learn CartPole with PPO, live; leaves learning_curve.png
 	$(BIN)/python examples/ppo_cartpole.py --seed $(SEED) --plot learning_curve.png
@@ -17,6 +17,9 @@ demo-llm: .venv/.llm .venv/.plot ## teach a tiny language model by GRPO; leaves 
 
 test: .venv/.dev ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-openai: .venv-openai/.made ## run AgentEnv with the client of OpenAI, in an environment of its own
+	.venv-openai/bin/python -m tests.envs.llm.agents.real_client
 
 test-vllm: .venv-vllm/.made ## run the tests on a real vLLM (3.5 GB, some minutes)
 	.venv-vllm/bin/python -m pytest -s -m vllm -W default tests/modules/llm/serving/test_on_vllm.py
@@ -67,6 +70,12 @@ bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--q
 clean: ## remove what was built; .venv stays
 	rm -rf build dist docs/_build docs/reference/classes src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests examples docs -name __pycache__ -prune -exec rm -rf {} +
+
+.venv-openai/.made: pyproject.toml
+	$(PYTHON) -m venv .venv-openai
+	@echo '*' > .venv-openai/.gitignore
+	.venv-openai/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e .[llm] openai==3.57.0 pytest
+	@touch $@
 
 PEERS_torchrl := torchrl==0.14.1 gymnasium[mujoco]==1.3.0 ale-py minigrid imageio transformers==5.23.0 psutil==7.2.2 jinja2==3.1.6
 PEERS_sb3     := stable-baselines3==2.9.2 tianshou==2.0.1

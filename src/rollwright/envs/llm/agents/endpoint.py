@@ -122,6 +122,7 @@ class Endpoint:
                 task.cancel()
             if open_now:
                 self._loop.run_until_complete(asyncio.wait(open_now, timeout=_END_S))
+            self._loop.run_until_complete(asyncio.sleep(0))  # for what they wrote to be closed
             self._loop.close()
 
     def open(self, conversation: Conversation) -> tuple[int, str, str]:

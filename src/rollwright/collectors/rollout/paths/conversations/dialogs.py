@@ -228,6 +228,7 @@ class Dialog:
             )
         turn.finish_reason, turn.terminated, turn.truncated = FinishReason.ERROR, False, True
         turn.reward, turn.added, turn.next_prompt, turn.next_prompt_text = 0.0, (), None, ""
+        turn.next_messages = None
         turn.extras = {key: _blank(value) for key, value in like.items()} | turn.extras
         for each in (turn, *(held.turn for held in self.held)):
             each.masked = True
