@@ -117,12 +117,13 @@ class Endpoint:
             self._loop.run_forever()
         finally:
             self._server.close()
+            self._loop.run_until_complete(_turns())  # requests that wait are refused
             open_now = list(self._connections)
             for task in open_now:
                 task.cancel()
             if open_now:
                 self._loop.run_until_complete(asyncio.wait(open_now, timeout=_END_S))
-            self._loop.run_until_complete(asyncio.sleep(0))  # for what they wrote to be closed
+            self._loop.run_until_complete(_turns())  # their sockets are closed
             self._loop.close()
 
     def open(self, conversation: Conversation) -> tuple[int, str, str]:
@@ -229,6 +230,12 @@ class Endpoint:
             opened.conversation.receive(call)
         call.reader = reader
         return call
+
+
+async def _turns(count: int = 16) -> None:
+    """Let what is ready run, and what follows from it."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 async def _body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: Mapping[str, str]) -> bytes:
