@@ -182,7 +182,6 @@ def test_a_coroutine_that_hangs_is_cancelled_and_a_thread_is_refused():
         assert over.wait(patient(60))
         with pytest.raises((Refused, OSError)) as caught:
             Client(base_url, api_key).chat(HI)
-            seen.append("answered")
         seen.append(caught.type)
         done.set()
 
@@ -192,7 +191,7 @@ def test_a_coroutine_that_hangs_is_cancelled_and_a_thread_is_refused():
     over.set()
     assert done.wait(patient(20))
     assert seen[0] == "cancelled"
-    assert "answered" not in seen
+    assert len(seen) > 1
 
 
 def test_the_end_of_a_program_ends_what_it_has_started(tmp_path):
