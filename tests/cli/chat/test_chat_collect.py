@@ -10,6 +10,8 @@ import signal
 import pytest
 import torch
 from tests import llm_models
+from tests.modules.llm.serving.fake_servers import FakeVLLM
+from tests.modules.llm.serving.services import lively
 
 from rollwright.data.llm import Trace
 
@@ -169,6 +171,23 @@ def test_a_run_may_end_with_the_first_failure(run, chat, module, tmp_path):
     assert result.status == 1
     assert "the reward function 'bad' raised ZeroDivisionError" in result.err
     assert re.search(r"\d+ of 28 conversations", result.err.splitlines()[-1])
+
+
+@pytest.mark.llm
+def test_a_server_of_vllm_by_its_address(run, module, tmp_path):
+    lively().save_pretrained(tmp_path / "model")
+    llm_models.tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "chats.jsonl").write_text("".join(f'{{"query": "What is {n}?"}}\n' for n in range(3)))
+    server = FakeVLLM(lively(), tmp_path / "model")
+    try:
+        given = ["--data", tmp_path / "chats.jsonl", "--output", tmp_path / "run", "--max-new-tokens", 4]
+        result = run("chat-collect", *given, "--engine", server.address)
+    finally:
+        server.close()
+    assert result.status == 0, result.err
+    found = Trace.read(tmp_path / "run").conversations
+    assert sorted(each.origin.index for each in found) == [0, 1, 2]
+    assert all(1 <= len(each.turns[0].tokens) - each.turns[0].num_prompt <= 4 for each in found)
 
 
 @pytest.mark.llm
