@@ -29,7 +29,6 @@ from rollwright.modules.llm.engine import (
 from rollwright.modules.llm.sampling import child_seed
 from rollwright.modules.llm.serving.loop import LoopThread, shared_loop
 from rollwright.modules.llm.serving.service import ABORTED, Order, Reply, Service, label_of, version_of
-from rollwright.modules.llm.serving.weight_files import Shapes, WeightFiles
 from rollwright.modules.llm.transformers_engine import check_requests, check_sampling
 
 _AGAIN_S = 0.1  # after which an order that did not end is ended again
@@ -67,12 +66,12 @@ class _Update:
     """Weights that are to be loaded.
 
     Attributes:
-        files: that hold them.
+        weights: of :meth:`Service.carry`.
         version: theirs.
         mode, cache: see :meth:`Engine.update_weights`.
     """
 
-    files: WeightFiles
+    weights: Any
     version: Version
     mode: UpdateMode
     cache: CacheMode
@@ -135,11 +134,6 @@ class AsyncEngine(Engine):
         self._service.check(sampling)
 
     # Requests -----------------------------------------------------------------------------------------
-
-    @property
-    def weight_shapes(self) -> Shapes | None:
-        """Of the weights that the service takes, by name; None: unknown."""
-        return self._service.shapes
 
     @property
     def in_progress(self) -> int:
@@ -327,6 +321,10 @@ class AsyncEngine(Engine):
             self._call(self._service.set_label(label_of(version)), "set the version")
             self._version = version
 
+    def carry(self, weights: Any, *, keep: bool) -> Any:
+        """Weights as this engine and others like it take them, brought to where they are read; see :class:`Service`."""
+        return self._service.carry(weights, keep=keep)
+
     def update_weights(
         self, weights: Any, version: Version | None = None, *, mode: UpdateMode = "in_flight", cache: CacheMode = "keep"
     ) -> None:
@@ -345,11 +343,11 @@ class AsyncEngine(Engine):
             EngineLostError: the service has not taken them. It generates nothing until it takes others.
         """
         check_update(mode, cache)
-        files = WeightFiles.of(weights, self._service.name, self._service.shapes, self._service.weights_folder)
+        carried = self.carry(weights, keep=mode == "between_turns")
         with self._changed:
             if version is None:
                 version = next_version(self._version if self._update is None else self._update.version)
-            update = self._update = _Update(files, version, mode, cache)
+            update = self._update = _Update(carried, version, mode, cache)
         if mode == "between_turns":
             self._loop.start(self._take(update))
         else:
@@ -361,7 +359,9 @@ class AsyncEngine(Engine):
                 await self._clear_way(update.mode)
                 if self._update is update:  # else there are newer ones
                     await self._service.pause()
-                    await self._service.load(update.files, label_of(update.version), rebuild=update.cache == "rebuild")
+                    await self._service.load(
+                        update.weights, label_of(update.version), rebuild=update.cache == "rebuild"
+                    )
                     self._version, self._refused = update.version, None
             except Exception as error:
                 self._refused = _refusal(self._service.name, update.version, error)

@@ -17,7 +17,7 @@ from rollwright._warnings import warn_user
 from rollwright.data.llm.turns import FinishReason, Version
 from rollwright.errors import EngineLostError, text_of
 from rollwright.modules.llm.engine import CacheMode, Completion, Engine, Request, UpdateMode, check_update, next_version
-from rollwright.modules.llm.serving.weight_files import WeightFiles
+from rollwright.modules.llm.serving.async_engine import AsyncEngine
 from rollwright.modules.llm.transformers_engine import check_requests
 
 _POLL_S = 0.5  # of the threads that fetch completions, while requests are in progress
@@ -288,9 +288,9 @@ class Replicas(Engine):
         """
         check_update(mode, cache)
         version = next_version(self._latest) if version is None else version
-        if all(hasattr(one.engine, "weight_shapes") for one in self._replicas):
-            shapes = getattr(self._replicas[0].engine, "weight_shapes", None)
-            weights = WeightFiles.of(weights, "the replicas", shapes)  # written once, for all
+        first = self._replicas[0].engine
+        if isinstance(first, AsyncEngine) and all(isinstance(one.engine, AsyncEngine) for one in self._replicas):
+            weights = first.carry(weights, keep=mode == "between_turns")  # once, for all
         taken = self._all(lambda e: e.update_weights(weights, version, mode=mode, cache=cache), self._replicas)
         self._latest = version
         with self._changed:

@@ -109,12 +109,24 @@ class Service(ABC):
     async def resume(self) -> None:
         """Go on."""
 
+    def carry(self, weights: Any, *, keep: bool) -> Any:
+        """Check weights, and bring them to where :meth:`load` takes them.
+
+        Args:
+            weights: see :meth:`WeightFiles.of`.
+            keep: they may change before they are loaded.
+
+        Raises:
+            TypeError, ValueError: they do not fit.
+        """
+        return WeightFiles.of(weights, self.name, self.shapes, self.weights_folder)
+
     @abstractmethod
-    async def load(self, weights: WeightFiles, label: str, *, rebuild: bool) -> None:
+    async def load(self, weights: Any, label: str, *, rebuild: bool) -> None:
         """Take weights, while paused.
 
         Args:
-            weights: files.
+            weights: of :meth:`carry`.
             label: theirs, which spans of tokens have from now on.
             rebuild: compute the cache of orders in progress again.
         """

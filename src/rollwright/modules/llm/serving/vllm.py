@@ -17,8 +17,9 @@ from rollwright.modules.llm.serving.loop import LoopThread
 from rollwright.modules.llm.serving.replicas import Replicas
 from rollwright.modules.llm.serving.servers import VLLMServer
 from rollwright.modules.llm.serving.service import Order, Reply, Service
+from rollwright.modules.llm.serving.transfer import WeightTransfer
 from rollwright.modules.llm.serving.vllm_params import VLLM_MODES, check_mode, ids_in, reply_of, sampling_params
-from rollwright.modules.llm.serving.weight_files import WeightFiles, shapes_in
+from rollwright.modules.llm.serving.weight_files import WeightFiles, shapes_in, state_of
 
 _LOOK_S = 0.5  # after which it is looked whether the process lives
 _GUARD_S = 5.0
@@ -193,6 +194,8 @@ class _AsyncLLMService(Service):
             getattr(self.tokenizer, "eos_token_id", None),
         )
         self.shapes = shapes_in(config.model)
+        transfer = getattr(llm.vllm_config, "weight_transfer_config", None)
+        self._transfer = None if transfer is None else WeightTransfer(llm, transfer.backend)
         self._guard = _guard_of(llm) if owned else None
         self._params = import_vllm().SamplingParams
         self._final = require("vllm.sampling_params", name="RequestOutputKind", extra="llm", purpose="vLLM").FINAL_ONLY
@@ -235,10 +238,20 @@ class _AsyncLLMService(Service):
         """See :class:`Service`."""
         await self._watched(self._llm.resume_generation())
 
-    async def load(self, weights: WeightFiles, label: str, *, rebuild: bool) -> None:
+    def carry(self, weights: Any, *, keep: bool) -> Any:
         """See :class:`Service`."""
-        path = str(weights.path)
-        await self._watched(self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path}))
+        if self._transfer is None or isinstance(weights, str | os.PathLike | WeightFiles):
+            return super().carry(weights, keep=keep)
+        state = state_of(weights, self.name, self.shapes)
+        return {name: value.clone() for name, value in state.items()} if keep else state
+
+    async def load(self, weights: Any, label: str, *, rebuild: bool) -> None:
+        """See :class:`Service`."""
+        if self._transfer is not None and not isinstance(weights, WeightFiles):
+            await self._watched(self._transfer.send(weights))
+        else:
+            path = str(weights.path)
+            await self._watched(self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path}))
         await self._watched(self._llm.update_weight_version(label))
         if rebuild:
             await self._watched(self._llm.reset_prefix_cache(reset_running_requests=True))
