@@ -73,7 +73,7 @@ BUDGETS = {
     "envs/own": (565, 550),
     "envs/transforms": (4250, 3970),
     "modules": (2410, 2020),
-    "modules/llm": (3300, 2960),
+    "modules/llm": (3338, 3025),
     "policies": (3095, 3015),
     "testing": (2800, 2580),
     "weight_update": (1395, 1325),

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from tests.modules.llm.serving.services import LocalService
 
+from rollwright.errors import EngineLostError
 from rollwright.modules.llm.engine import Sampling
 from rollwright.modules.llm.serving.loop import shared_loop
 from rollwright.modules.llm.serving.service import Order
@@ -79,6 +80,8 @@ class FakeServer:
             return 404, {"detail": "Not Found"}
         try:
             return 200, call(body)
+        except EngineLostError as error:
+            return 503, {"error": str(error)}
         except (KeyError, ValueError) as error:
             return 400, {"error": repr(error)}
 
