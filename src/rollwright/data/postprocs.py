@@ -291,21 +291,20 @@ def gae(
                 "value for each reward."
             )
     group = as_tuple(reward_key)[:-1]
-    ends, taken = (_beside(found, reward, batch.ndim) for found in find_ends(batch, None, None, None))
+    ends, real = find_ends(batch, None, None, None)
     done, terminated = (
-        _beside(batch.get(("next", *group, name), batch.get(("next", name), None)), reward, batch.ndim)
-        for name in (DONE, TERMINATED)
+        batch.get(("next", *group, name), batch.get(("next", name), None)) for name in (DONE, TERMINATED)
     )
     if terminated is None:
         raise KeyError(f"batch: expected the flags of steps, got {key_str(leaf_keys(batch))}. Keep 'terminated'.")
-    delta = reward + gamma * torch.where(terminated, 0.0, next_value) - value
-    if taken is not None:
-        delta = torch.where(taken, delta, 0.0)
-    ends = ends | (terminated if done is None else done)
-    return _to_go(delta, ends, gamma * lmbda, batch.ndim - 1).to(value.dtype)
+    delta = reward + gamma * torch.where(_beside(terminated, reward, batch.ndim), 0.0, next_value) - value
+    if real is not None:
+        delta = torch.where(_beside(real, reward, batch.ndim), delta, 0.0)
+    stops = _beside(ends, reward, batch.ndim) | _beside(terminated if done is None else done, reward, batch.ndim)
+    return _to_go(delta, stops, gamma * lmbda, batch.ndim - 1).to(value.dtype)
 
 
-def _beside(flag: torch.Tensor | None, reward: torch.Tensor, dims: int) -> torch.Tensor | None:
+def _beside(flag: torch.Tensor, reward: torch.Tensor, dims: int) -> torch.Tensor:
     """A flag with as many dimensions as a reward; one of all agents counts for each of them.
 
     Args:
@@ -313,7 +312,7 @@ def _beside(flag: torch.Tensor | None, reward: torch.Tensor, dims: int) -> torch
         reward: ``[*env, T, ...]``.
         dims: of ``[*env, T]``.
     """
-    if flag is None or (flag.ndim == reward.ndim and flag.shape[:-1] == reward.shape[:-1]):
+    if flag.ndim == reward.ndim and flag.shape[:-1] == reward.shape[:-1]:
         return flag
     return flag.reshape(*reward.shape[:dims], *(1,) * (reward.ndim - dims))
 
