@@ -91,6 +91,7 @@ from typing import Any, Literal, TypedDict
 
 from tensordict import TensorDictBase
 
+from rollwright._keys import NestedKey
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.options import Buffer, Device, Interrupts
 from rollwright.collectors.workers.transports import Backend

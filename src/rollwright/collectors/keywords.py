@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from tensordict import TensorDictBase
 
+from rollwright._keys import NestedKey
 from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.options import Buffer, Device, Interrupts
 from rollwright.collectors.workers.transports import Backend
@@ -134,6 +135,8 @@ class LLMKeywords(ProcessKeywords, total=False):
     groups_per_batch: int | None
     keep_group: Callable[[TensorDictBase], bool | str | None] | None
     max_oversampling: float
+    deliver: Literal["turns", "sequences"]
+    leave_out: Sequence[NestedKey]
     async_envs: bool | None
     delivery_order: Literal["completion", "data"]
     flatten_data: bool | None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 from tensordict import TensorDictBase
 
+from rollwright._keys import NestedKey
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, whole
 from rollwright.collectors.delivery_options import check_delivery
 from rollwright.data.specs.shapes import known_device, usable_device
@@ -212,6 +213,7 @@ class CollectorOptions:
     async_envs: ClassVar[bool | None] = False
     groups_per_batch: ClassVar[int | None] = None
     only_last_steps: ClassVar[bool] = False
+    leave_out: ClassVar[Sequence[NestedKey]] = ()
     flatten_data: ClassVar[bool] = False
     num_shards: ClassVar[int] = 1
     trace: ClassVar[str | None] = None
@@ -319,6 +321,7 @@ class ConversationOptions(CollectorOptions):
         flatten_data: deliver ``[N]`` in place of ``[*env, T]``.
         weight_update_mode: when an engine loads new weights; see :meth:`Engine.update_weights`.
         weight_update_cache: what becomes of its cache.
+        leave_out: entries that records do not have.
         num_shards: collectors that share the groups of the data; ``worker_idx`` says which part is this one's.
         trace: folder that conversations are written into.
         keep_group: decides which complete groups are delivered.
@@ -336,6 +339,7 @@ class ConversationOptions(CollectorOptions):
     flatten_data: bool = False  # type: ignore[misc]
     weight_update_mode: UpdateMode = "in_flight"
     weight_update_cache: CacheMode = "keep"
+    leave_out: Sequence[NestedKey] = ()  # type: ignore[misc]
     num_shards: Annotated[int, whole(1)] = 1  # type: ignore[misc]
     trace: str | None = None  # type: ignore[misc]
     keep_group: Callable[[TensorDictBase], bool | str | None] | None = None  # type: ignore[misc]

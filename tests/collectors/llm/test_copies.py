@@ -116,7 +116,7 @@ def test_what_batch_and_storage_are_given_was_copied_at_most_once_since_the_engi
     ids, log_probs, mask, versions = KEYS[kind]
     found = {key: given.get(key, as_list=True) for key in (ids, log_probs, versions)}
     numbers = {key: max(map(copies.between, tensors)) for key, tensors in found.items()}
-    assert numbers == {ids: 1, log_probs: 0 if kind is LLMEnv else 1, versions: 0}
+    assert numbers == {ids: 1, log_probs: 0, versions: 0}
     # The mask is made with the record; prompt, response and both are views of one memory.
     assert all(map(copies.is_new, given.get(mask, as_list=True)))
     for row in given.unbind(0):

@@ -101,8 +101,9 @@ def test_tokens_and_versions_are_views(layout: RecordLayout) -> None:
     assert _start(td[versions]) == _start(one.versions)
     following: Any = ("tokens", "prompt") if layout.nested else "tokens"
     assert _start(td["next"][following]) == _start(one.next_prompt)
-    if layout.nested:
-        assert _start(td["log_probs", "response"]) == _start(td["log_probs", "full"])
+    log_probs: Any = ("log_probs", "response") if layout.nested else "log_probs"
+    assert one.log_probs is not None
+    assert _start(td[log_probs]) == _start(one.log_probs)
 
 
 def test_versions_may_be_uuids() -> None:

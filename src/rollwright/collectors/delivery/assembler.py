@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
 from rollwright.collectors.core import DataCursor
-from rollwright.collectors.delivery.rows import HeldBatch, RowRange, concatenate
+from rollwright.collectors.delivery.rows import HeldBatch, RowRange, concatenate, copied
 from rollwright.collectors.rollout.paths.conversations.pool import is_pool_of_conversations
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.data.llm.turns import Origin
@@ -237,8 +237,8 @@ class TrajectoryAssembler:
         envs = np.flatnonzero(self._since != _NONE).tolist()
         return {
             "envs": envs,
-            "open": [concatenate(self._in_progress(env)).clone() for env in envs],
-            "complete": [concatenate(found.pieces).clone() for found in self._all_complete()],
+            "open": [copied(self._in_progress(env)) for env in envs],
+            "complete": [copied(found.pieces) for found in self._all_complete()],
             "frames_dropped": self.frames_dropped,
             "spoiled_below": self._spoiled_below,
             "spoiled": sorted(self._spoiled),

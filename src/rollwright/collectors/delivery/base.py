@@ -14,7 +14,7 @@ from rollwright._keys import NestedKey, is_private, key_str
 from rollwright._warnings import warn_user
 from rollwright.collectors.core import Delivery, NothingLeft, never
 from rollwright.collectors.delivery.assembler import GroupAssembler, Trajectory, TrajectoryAssembler, group_sizes
-from rollwright.collectors.delivery.rows import RowRange, as_trajectories, common_keys, concatenate, pad
+from rollwright.collectors.delivery.rows import RowRange, as_trajectories, common_keys, copied, pad
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.rollout import Rollout
@@ -451,9 +451,3 @@ class TrajectoryBatches(RolloutDelivery):
             self._kept = self._filtered = 0
             self.rollout.cursor.delivered(trajectory.id for trajectory in popped)
         return handed
-
-
-def copied(pieces: Sequence[RowRange]) -> TensorDictBase:
-    """The rows of pieces one after another, in memory of their own; ragged ones are views, which nobody overwrites."""
-    joined = concatenate(pieces)
-    return joined if len(pieces) > 1 or isinstance(joined, LazyStackedTensorDict) else joined.clone()

@@ -155,6 +155,12 @@ def concatenate(pieces: Sequence[RowRange]) -> TensorDictBase:
     return pieces[0].frames.nested_like(leaves, [length])
 
 
+def copied(pieces: Sequence[RowRange]) -> TensorDictBase:
+    """The rows of pieces one after another, in memory of their own; ragged ones are views, which nobody overwrites."""
+    joined = concatenate(pieces)
+    return joined if len(pieces) > 1 or isinstance(joined, LazyStackedTensorDict) else joined.clone()
+
+
 def as_trajectories(batches: Sequence[TensorDictBase], *, padded: bool) -> TensorDictBase:
     """Batches ``[*env, T]`` as if each environment's frames were one whole trajectory: one after another, or padded."""
     held = [HeldBatch.of(batch, batch.batch_size[-1]) for batch in batches]

@@ -12,9 +12,9 @@ from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright._warnings import warn_user
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
-from rollwright.collectors.delivery.base import Batches, RolloutDelivery, TrajectoryBatches, copied, split, turns_taken
+from rollwright.collectors.delivery.base import Batches, RolloutDelivery, TrajectoryBatches, split, turns_taken
 from rollwright.collectors.delivery.queues import QueueWriter
-from rollwright.collectors.delivery.rows import RowRange, common_keys
+from rollwright.collectors.delivery.rows import RowRange, common_keys, copied
 from rollwright.collectors.delivery.storage_memory import StorageMemory
 from rollwright.collectors.delivery_options import buffer_of, draws_slices, storage_ndim, write_count_of
 from rollwright.collectors.profiling import Profile

@@ -120,7 +120,7 @@ class LLMCollector(Collector):
         Raises:
             TypeError: it cannot be called.
         """
-        self._change_options(postproc=checked_postproc(postproc))
+        self._change_options(postproc=self.llm_options.shaping(checked_postproc(postproc)))
 
     def state_dict(self, *, engine_weights: bool = False) -> OrderedDict[str, Any]:
         """See :meth:`Collector.state_dict`; with a ``PolicyVersion``, ``version_tracker`` is its state, too."""

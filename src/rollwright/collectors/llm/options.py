@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
@@ -10,9 +10,12 @@ from typing import Annotated, Any, Literal
 
 from tensordict import TensorDictBase
 
+from rollwright._keys import NestedKey
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, whole
 from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.collectors.options import Buffer, Interrupts
+from rollwright.data.llm.records import checked_left_out
+from rollwright.data.llm.sequence import InSequences
 from rollwright.modules.llm.engine import CacheMode, UpdateMode
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase
 from rollwright.weight_update.schemes import as_schemes, check_schemes
@@ -56,6 +59,11 @@ class LLMOptions:
             ``stats()["groups_filtered"]``. See :func:`~rollwright.data.llm.rewards_differ`.
         max_oversampling: groups that may be collected for a batch, for each of ``groups_per_batch``; where more would
             be needed, it is an error. With workers, of each.
+        deliver: ``"turns"``: a record for each. ``"sequences"``: training sequences of complete conversations ``[n]``,
+            in which each token is once, as :func:`~rollwright.data.llm.training_sequences` reads them: one for each
+            conversation, unless its earlier turns were written anew. Batches, buffers and queues get these in place of
+            turns.
+        leave_out: entries that records are not to have, such as ``"text"`` or ``("log_probs", "full")``.
         async_envs: take turns in the order in which they end, ``[N]``: conversations whose environment is ready
             generate while others step, and another one begins as soon as one has ended. False: one turn of each
             environment in turn, ``[*env, T]``. None: True if complete conversations are delivered, or for an
@@ -128,6 +136,8 @@ asks for turns of any. Drop one of the two.
     groups_per_batch: Annotated[int | None, whole(1)] = None
     keep_group: Callable[[TensorDictBase], bool | str | None] | None = None
     max_oversampling: Annotated[float, Check(_at_least_one)] = 10.0
+    deliver: Literal["turns", "sequences"] = "turns"
+    leave_out: Annotated[Sequence[NestedKey], Check(checked_left_out)] = ()
     async_envs: bool | None = None
     delivery_order: Literal["completion", "data"] = "completion"
     flatten_data: bool | None = None
@@ -164,6 +174,8 @@ asks for turns of any. Drop one of the two.
                 f"total_dialog_turns: expected at least 1, or -1 for a collector without an end, got {total}."
             )
         self._check_completed()
+        if self.deliver == "sequences":
+            self._check_sequences()
         if self.queue is not None and self.replay_buffer is not None:
             raise ValueError("queue and replay_buffer both say where turns go. Drop one of the two.")
         if self.queue is not None and self.flatten_data is False:
@@ -207,6 +219,19 @@ asks for turns of any. Drop one of the two.
                 "conversations: yield_completed_trajectories=True, trajs_per_batch=n or groups_per_batch=n."
             )
 
+    def _check_sequences(self) -> None:
+        if not self.delivers_whole:
+            raise ValueError(
+                "deliver='sequences': expected complete conversations, got turns of any "
+                f"(dialog_turns_per_batch={self.dialog_turns_per_batch}). Pass trajs_per_batch=n, groups_per_batch=n "
+                "or yield_completed_trajectories=True, too."
+            )
+        if self.yield_only_last_steps or self.flatten_data is False:
+            name = "yield_only_last_steps=True" if self.yield_only_last_steps else "flatten_data=False"
+            raise ValueError(
+                f"{name} delivers turns, and deliver='sequences' whole conversations, each as one. Drop one of the two."
+            )
+
     @property
     def delivers_whole(self) -> bool:
         """Whether complete conversations are delivered."""
@@ -223,11 +248,16 @@ asks for turns of any. Drop one of the two.
         refuse_unknown(options, names_of(cls), owner)
         return cls(**options)
 
+    def shaping(self, postproc: Callable[[TensorDictBase], TensorDictBase] | None) -> Any:
+        """What a batch of turns goes through before it is delivered; None: nothing."""
+        return InSequences(postproc) if self.deliver == "sequences" else postproc
+
     def translated(self) -> dict[str, Any]:
         """These options as those of :class:`~rollwright.collectors.options.ConversationOptions`."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("verbose", "replay", "yield_completed_trajectories"):
+        for name in ("verbose", "replay", "yield_completed_trajectories", "deliver"):
             del found[name]
+        found["postproc"] = self.shaping(self.postproc)
         found["frames_per_batch"] = found.pop("dialog_turns_per_batch")
         found["total_frames"] = -1 if self.total_dialog_turns is None else self.total_dialog_turns
         del found["total_dialog_turns"]

@@ -95,7 +95,7 @@ class MultiLLMCollector(MultiCollector):
         Raises:
             TypeError: it cannot be called.
         """
-        self._change_options(postproc=checked_postproc(postproc))
+        self._change_options(postproc=self.llm_options.shaping(checked_postproc(postproc)))
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """See :meth:`MultiCollector.iterator`."""

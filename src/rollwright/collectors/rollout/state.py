@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from rollwright.data.made_entries import MadeEntries
 from rollwright.envs.checkpoint.snapshot import dump, load
 
 _STACKS = (LazyStackedTensorDict, NonTensorStack)
@@ -55,6 +56,8 @@ def td_state(current: TensorDictBase | None) -> dict[str, Any] | None:
 def _is_plain(value: Any) -> bool:
     """Whether it is a tensor, plain data, or a TensorDict or a lazy stack of nothing else."""
     if type(value) is TensorDict:
+        if MadeEntries.of(value) is not None:  # a pickle has what they are made of, once
+            return False
         return all(_is_plain(entry) for entry in value.values())
     if type(value) in _STACKS:
         return all(_is_plain(row) for row in value.tensordicts)

@@ -15,6 +15,7 @@ import torch
 
 from rollwright._keys import NestedKey
 from rollwright._memory import EntryMemory, Field, FreeList, Layout, Loan, MemoryPool, Segment, aligned, check_fits
+from rollwright.data.transcript import ReceivedTranscripts, SentGrowth, SentTranscripts, Transcript
 
 Join = Literal["stack", "first", "time", "alone"]
 
@@ -185,6 +186,8 @@ class Packed(NamedTuple):
 class Packer:
     """Packs values in two segments in turn, so that one may be opened while the next is packed.
 
+    Of a transcript, only what came since the last value is packed: all that is packed must be opened, in order.
+
     Args:
         segments: two of them.
 
@@ -199,12 +202,13 @@ class Packer:
     def __init__(self, segments: tuple[Segment, Segment]) -> None:
         self._segments = segments
         self._next = 0
+        self._sent = SentTranscripts()
 
     def pack(self, value: Any) -> Packed:
         """Pack anything; tensors are copied once."""
         place, self._next = self._next, 1 - self._next
         stream = io.BytesIO()
-        pickler = _Pickler(stream)
+        pickler = _Pickler(stream, self._sent)
         pickler.dump(value)
         pickled, start = stream.getbuffer(), pickler.num_bytes
         packed = Packed(place, start + len(pickled), start)
@@ -215,11 +219,18 @@ class Packer:
         return packed
 
 
-def unpack(packed: Packed, segments: tuple[Segment, Segment]) -> Any:
-    """What was packed; it is copied once more, and its tensors lie in one piece of memory."""
+def unpack(packed: Packed, segments: tuple[Segment, Segment], received: ReceivedTranscripts | None = None) -> Any:
+    """What was packed; it is copied once more, and its tensors lie in one piece of memory.
+
+    Args:
+        packed: of a :class:`Packer`.
+        segments: its own.
+        received: transcripts that it has sent so far; None: none.
+    """
     content = torch.frombuffer(segments[packed.place].map(0, packed.num_bytes), dtype=torch.uint8)
     memory = memoryview(cast(Any, content.clone().numpy()))
-    return _Unpickler(io.BytesIO(memory[packed.pickle_at :]), memory).load()
+    stream = io.BytesIO(memory[packed.pickle_at :])
+    return _Unpickler(stream, memory, ReceivedTranscripts() if received is None else received).load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -229,12 +240,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         num_bytes: that they take.
     """
 
-    def __init__(self, stream: io.BytesIO) -> None:
+    def __init__(self, stream: io.BytesIO, sent: SentTranscripts) -> None:
         super().__init__(stream, protocol=5)
         self.num_bytes = 0
+        self._sent = sent
         self._left_out: dict[int, tuple[torch.Tensor, Field[None]]] = {}  # by id, which stays as long as they do
+        self._growths: dict[int, SentGrowth] = {}  # by id of a transcript
 
-    def persistent_id(self, value: Any) -> Field[None] | None:
+    def persistent_id(self, value: Any) -> Field[None] | SentGrowth | None:
+        if type(value) is Transcript:
+            if id(value) not in self._growths:
+                self._growths[id(value)] = self._sent.growth(value)
+            return self._growths[id(value)]
         if type(value) is not torch.Tensor or value.is_nested:
             return None
         known = self._left_out.get(id(value))
@@ -256,11 +273,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, memory: memoryview) -> None:
+    def __init__(self, stream: io.BytesIO, memory: memoryview, received: ReceivedTranscripts) -> None:
         super().__init__(stream)
         self._memory, self._known = memory, dict[int, torch.Tensor]()
+        self._received = received
 
-    def persistent_load(self, pid: Field[None]) -> torch.Tensor:
+    def persistent_load(self, pid: Field[None] | SentGrowth) -> Any:
+        if isinstance(pid, SentGrowth):
+            return self._received.grown(pid)
         found = self._known.get(pid.start)
         if found is None:
             found = self._known[pid.start] = pid.tensor(self._memory)

@@ -92,6 +92,12 @@ class Decoder:
         """
         self.decode(memory if isinstance(memory, bytearray) else bytearray(memory))
 
+    def part(self, memory: Any, name: str) -> Any:
+        """An entry of a TensorDict alone, whose tensors share ``memory``; None: there is none of that name."""
+        plan, numbers, first = self._read(memory)
+        build = plan.parts.get(name)
+        return None if build is None else build(memory, first, numbers)
+
     def keys(self, memory: Any) -> list[NestedKey]:
         """The entries of an element; none of one that is a tensor."""
         return list(self._read(memory)[0].entries)
@@ -139,10 +145,12 @@ class _Plan:
         build: makes the element.
         numbers: of the element.
         entries: by key: dtype, dimensions, and index of the first number, of tensors; None: another kind.
+        parts: makes the entries of a TensorDict, by name.
     """
 
     def __init__(self, schema: Any) -> None:
         self._count = 0
+        self.parts: dict[str, Build] = {}
         self.entries: dict[NestedKey, Any] = {}
         self.build = self._node(schema, (), 0)
         self.numbers = struct.Struct(f"<{self._count}q")
@@ -197,6 +205,8 @@ class _Plan:
         if len(names) != len(nodes) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{len(nodes)} parts with the names {names!r}")
         parts = [(name, self._node(node, (*path, name), depth + 1)) for name, node in zip(names, nodes, strict=True)]
+        if not path:
+            self.parts = dict(parts)
 
         def build(memory: Any, first: int, numbers: Numbers) -> Any:  # of what was a TensorDict, and needs no tests
             return unchecked_td(

@@ -16,18 +16,18 @@ class Branches:
 
     Example:
         >>> chain, branches = TokenChain(None), Branches()
-        >>> chain, messages, _ = branches.turn_to(0, chain, torch.tensor([1, 2]))
+        >>> chain = branches.turn_to(0, chain, torch.tensor([1, 2]))
         >>> chain.answer(torch.tensor([3]))
         tensor([1, 2, 3])
-        >>> other, messages, _ = branches.turn_to(1, chain, torch.tensor([7]))
+        >>> other = branches.turn_to(1, chain, torch.tensor([7]))
         >>> other.sequence, other.answer(torch.tensor([8]))
         (1, tensor([7, 8]))
-        >>> branches.turn_to(0, other, torch.tensor([4]))[2]
+        >>> branches.turn_to(0, other, torch.tensor([4])).tokens
         tensor([1, 2, 3, 4])
     """
 
     def __init__(self) -> None:
-        self._all: list[tuple[TokenChain, list[Message]]] = []
+        self._all: list[TokenChain] = []
 
     def turn_to(
         self,
@@ -35,7 +35,7 @@ class Branches:
         chain: TokenChain,
         messages: Sequence[Message] | torch.Tensor,
         arguments: Mapping[str, Any] | None = None,
-    ) -> tuple[TokenChain, list[Message], torch.Tensor]:
+    ) -> TokenChain:
         """Go on with a sequence, or begin the next one.
 
         Args:
@@ -45,7 +45,7 @@ class Branches:
             arguments: of the chat template, for one that begins.
 
         Returns:
-            Its chain, its messages so far, and the tokens of its next prompt, int64 ``[prompt]``.
+            Its chain, whose tokens are its next prompt, and whose transcript has its messages so far.
 
         Raises:
             ValueError: the template does not accept the messages, or the number is neither of one nor the next.
@@ -55,11 +55,11 @@ class Branches:
         added = [] if isinstance(messages, torch.Tensor) else list(messages)
         if sequence == len(self._all):
             own = chain.new(arguments)
-            tokens = own.open(messages)
+            own.open(messages)
             own.sequence = sequence
-            self._all.append((own, added))
-            return own, added, tokens
-        own, known = self._all[sequence]
-        tokens = own.follow(messages)
-        known.extend(added)
-        return own, known, tokens
+            self._all.append(own)
+        else:
+            own = self._all[sequence]
+            own.follow(messages)
+        own.transcript.messages.extend(added)
+        return own

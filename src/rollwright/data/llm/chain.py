@@ -14,6 +14,7 @@ from rollwright.data.llm.codec import Codec
 from rollwright.data.llm.content import plain_messages
 from rollwright.data.llm.skeleton import Between, Shape
 from rollwright.data.llm.turns import FinishReason, Message
+from rollwright.data.transcript import Part, Transcript
 
 _ANSWER = "\ue000answer\ue001"  # stands where the model's answer would, to find what the template writes behind it
 
@@ -45,7 +46,7 @@ class TokenChain:
 
     Attributes:
         messages: so far, the answers among them; empty without a template.
-        text: of all tokens so far.
+        transcript: tokens and text of the current sequence.
         sequence: number of the token sequence, from 0; it rises where a new one begins.
         rewritten: whether the template would have written an earlier turn of this sequence in another way.
 
@@ -87,8 +88,7 @@ class TokenChain:
 
     def clear(self) -> None:
         """Begin again, without tokens and messages."""
-        self._buffer = torch.empty(self._reserve, dtype=torch.int64)
-        self._size = 0
+        self.transcript = Transcript.reserved(self._reserve)
         self._num_prompt = 0
         self._protected: list[Message] = []  # what is rendered
         self._shapes: list[Shape | None] = []
@@ -97,7 +97,6 @@ class TokenChain:
         self._cut = False  # the answer has no end
         self._last: tuple[torch.Tensor, tuple[str, str]] | None = None  # decoded last
         self.messages: list[Message] = []
-        self.text = ""
         self.sequence = 0
         self.rewritten = False
 
@@ -121,7 +120,12 @@ class TokenChain:
     @property
     def tokens(self) -> torch.Tensor:
         """All tokens of the current sequence, int64 ``[tokens]``: a view."""
-        return self._buffer[: self._size]
+        return self.transcript.tokens(self.transcript.size)
+
+    @property
+    def text(self) -> str:
+        """Of all tokens of the current sequence."""
+        return self.transcript.text
 
     @property
     def num_prompt(self) -> int:
@@ -148,25 +152,22 @@ class TokenChain:
                     f"token ids must be at least 0; got {least} in a prompt; take padding out, and use the tokenizer "
                     "that belongs to the model"
                 )
-            self._append(prompt)
-            self.text = self._written(prompt)
+            self._append(prompt, self._written(prompt))
         elif isinstance(prompt, str):
-            self._append(self._codec_for("a text").encode_text(prompt))
-            self.text = prompt
+            self._append(self._codec_for("a text").encode_text(prompt), prompt)
         elif self._template is None:
             self._begin_plain(prompt)
         else:
             self.messages = plain_messages(prompt)
             self._protected = list(self._template.codec.protect(self.messages))
             self._rendered = self._template.render(self._protected)
-            self._append(self._template.codec.encode(self._rendered))
-            self.text = Codec.plain(self._rendered)
-        if not self._size:
+            self._append(self._template.codec.encode(self._rendered), Codec.plain(self._rendered))
+        if not self.transcript.size:
             raise ValueError(
                 "the prompt of a conversation must have at least one token; got none; take empty rows out of the "
                 "dataset"
             )
-        self._num_prompt = self._size
+        self._num_prompt = self.transcript.size
         return self.tokens
 
     def answer(
@@ -188,13 +189,12 @@ class TokenChain:
         Raises:
             RuntimeError: there is no prompt to answer.
         """
-        if not self._size or self._answered:
+        if not self.transcript.size or self._answered:
             raise RuntimeError("answer() must follow open() or follow(); got an answer without a prompt")
-        self._append(tokens)
+        written, content = self._decoded(tokens)
+        self._append(tokens, written)
         self._answered = True
         self._cut = finish_reason not in (FinishReason.STOP, FinishReason.TOOL)
-        written, content = self._decoded(tokens)
-        self.text += written
         if self._template is not None:
             raw = {"role": "assistant", "content": content}
             self.messages.append(raw if message is None else message)
@@ -218,17 +218,15 @@ class TokenChain:
         if not self._answered:
             raise RuntimeError("follow() must come after answer(); got no answer since the last prompt")
         if isinstance(messages, torch.Tensor):
-            self._append(messages)
-            self.text += self._written(messages)
+            self._append(messages, self._written(messages))
         elif isinstance(messages, str) or self._template is None:
             codec = self._codec_for("a text")
             text = messages if isinstance(messages, str) else codec.protect_text(_joined(messages))
-            self._append(codec.encode(text))
-            self.text += Codec.plain(text)
+            self._append(codec.encode(text), Codec.plain(text))
         else:
             self._extend(self._template, plain_messages(messages))
         self._answered = False
-        self._num_prompt = self._size
+        self._num_prompt = self.transcript.size
         return self.tokens
 
     def decode(self, tokens: torch.Tensor) -> str:
@@ -237,15 +235,20 @@ class TokenChain:
 
     def state_dict(self) -> dict[str, Any]:
         """What the conversation needs to go on: its tokens, messages and texts."""
+        return {**self.place(), "tokens": self.tokens.clone(), "text": self.text}
+
+    def place(self) -> dict[str, Any]:
+        """The same, as views, which stay as they are while the conversation goes on."""
+        mark = self.transcript.mark()
         return {
-            "tokens": self.tokens.clone(),
+            "tokens": mark.read(),
             "num_prompt": self._num_prompt,
-            "messages": [dict(message) for message in self.messages],
-            "protected": [dict(message) for message in self._protected],
+            "messages": Part(self.messages, len(self.messages)),
+            "protected": Part(self._protected, len(self._protected)),
             "rendered": self._rendered,
             "answered": self._answered,
             "cut": self._cut,
-            "text": self.text,
+            "text": mark.text,
             "sequence": self.sequence,
             "rewritten": self.rewritten,
         }
@@ -253,14 +256,13 @@ class TokenChain:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with a conversation that was saved; the one in progress is dropped."""
         self.clear()
-        self._append(state_dict["tokens"])
+        self._append(state_dict["tokens"], str(state_dict["text"]))
         self._num_prompt = int(state_dict["num_prompt"])
         self.messages = list(state_dict["messages"])
         self._protected = list(state_dict["protected"])
         self._rendered = state_dict["rendered"]
         self._answered = bool(state_dict["answered"])
         self._cut = bool(state_dict["cut"])
-        self.text = state_dict["text"]
         self.sequence = int(state_dict["sequence"])
         self.rewritten = bool(state_dict["rewritten"])
 
@@ -314,21 +316,19 @@ class TokenChain:
 
     def _append_between(self, template: ChatTemplate, between: str) -> None:
         tokens = template.codec.encode(between)
-        last = int(self._buffer[self._size - 1])
+        last = int(self.tokens[-1])
         ended = not self._cut or last in self._end or template.codec.is_control(last)
         if ended and tokens and tokens[0] == last:  # the model wrote the end itself
             end = template.codec.decode(tokens[:1])
             if between.startswith(end):
                 tokens, between = tokens[1:], between[len(end) :]
-        self._append(tokens)
-        self.text += Codec.plain(between)
+        self._append(tokens, Codec.plain(between))
 
     def _rewrite(self, template: ChatTemplate, rendered: str) -> None:
-        self._buffer = torch.empty(self._reserve, dtype=torch.int64)
-        self._size = 0
-        self._append(template.codec.encode(rendered))
+        before, self.transcript = self.transcript, Transcript.reserved(self._reserve)
+        self.transcript.messages.extend(before.messages)
+        self._append(template.codec.encode(rendered), Codec.plain(rendered))
         self._rendered = rendered
-        self.text = Codec.plain(rendered)
         self.sequence += 1
 
     def _decoded(self, tokens: torch.Tensor) -> tuple[str, str]:
@@ -348,8 +348,7 @@ class TokenChain:
     def _begin_plain(self, messages: Sequence[Message]) -> None:
         codec = self._codec_for("a text")
         text = codec.protect_text(_joined(messages))
-        self._append(codec.encode(text))
-        self.text = Codec.plain(text)
+        self._append(codec.encode(text), Codec.plain(text))
 
     def _codec_for(self, what: str) -> Codec:
         if self._codec is None:
@@ -358,16 +357,9 @@ class TokenChain:
             )
         return self._codec
 
-    def _append(self, tokens: torch.Tensor | list[int]) -> None:
-        size = self._size + len(tokens)
-        if size > len(self._buffer):
-            buffer = torch.empty(max(size, 2 * len(self._buffer)), dtype=torch.int64)
-            buffer[: self._size] = self._buffer[: self._size]  # earlier views keep the memory that they are of
-            self._buffer = buffer
-        if len(tokens):
-            values = tokens if isinstance(tokens, torch.Tensor) else torch.tensor(tokens, dtype=torch.int64)
-            self._buffer[self._size : size] = values
-        self._size = size
+    def _append(self, tokens: torch.Tensor | list[int], text: str) -> None:
+        self.transcript.append(tokens)
+        self.transcript.texts.append(text)
 
 
 def _joined(messages: Sequence[Message]) -> str:

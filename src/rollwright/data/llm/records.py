@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
-from rollwright._keys import NestedKey
-from rollwright.data.llm.history import ChatHistory, History, cells, message_columns
+from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright.data.llm.history import ChatHistory, History, message_columns
 from rollwright.data.llm.turns import Turn
+from rollwright.data.made_entries import MadeEntries
 from rollwright.data.unchecked import unchecked_td
-
-STAGES = ("queue", "generation", "tool", "reward")
-_NUMBERS = ("group_id", "repeat", "prompt_index", "epoch", "turn", "sequence")
-_BATCH = torch.Size(())
-_Entries = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +29,7 @@ class RecordLayout:
         history: ``("history", "prompt" / "response" / "full")``: the messages; nested records only.
         text: prompt and response as strings.
         log_probs: of the response, where the engine gave them.
+        leave_out: keys of further entries that there are not to be.
 
     Raises:
         ValueError: a flat record with messages.
@@ -42,6 +39,7 @@ class RecordLayout:
     history: bool = False
     text: bool = True
     log_probs: bool = True
+    leave_out: tuple[NestedKey, ...] = ()
 
     def __post_init__(self) -> None:
         if self.history and not self.nested:
@@ -51,12 +49,11 @@ class RecordLayout:
 
 
 def record(turn: Turn, layout: RecordLayout, traj_id: int | None = None) -> TensorDict:
-    """The record of a turn, of batch size ``[]``.
+    """The record of a turn, of batch size ``[]``; each entry is made when it is read.
 
-    Tokens and versions are views of those of the turn. The log-probabilities of the response are a view of
-    ``("log_probs", "full")``, into which they are copied, and which is 0 elsewhere. The masks are bool ``[tokens]``:
-    ``all_assistant_mask`` is True on the tokens that were sampled in this turn, and on nothing else; on none where its
-    conversation has failed.
+    Tokens, versions and the log-probabilities of the response are views of those of the turn. ``("log_probs", "full")``
+    is 0 but for the response. The masks are bool ``[tokens]``: ``all_assistant_mask`` is True on the tokens that were
+    sampled in this turn, and on nothing else; on none where its conversation has failed.
 
     ``("next", ...)`` holds the prompt of the next turn (text and tokens are empty where there is none; the history has
     the messages that ended the conversation), ``reward`` (float32 ``[1]``, or ``[response, 1]``, one for each
@@ -82,36 +79,8 @@ def record(turn: Turn, layout: RecordLayout, traj_id: int | None = None) -> Tens
         >>> td["next", "reward"], td["next", "done"]
         (tensor([1.]), tensor([True]))
     """
-    strings = [str(turn.finish_reason), turn.log_prob_mode]
-    if layout.text:
-        strings += [turn.prompt_text, turn.response_text, turn.next_prompt_text]
-        if layout.nested:
-            strings.append(turn.prompt_text + turn.response_text)
-    finish_reason, log_prob_mode, *texts = cells(strings)
-    entries, following = (_nested if layout.nested else _flat)(turn, layout, texts)
-    start, terminated, truncated, done = _flags(turn)
-    *seconds, reward = _floats(turn)
-    following |= {"reward": reward, "done": done, "terminated": terminated, "truncated": truncated}
-    entries |= {"done": start[0], "terminated": start[1], "truncated": start[2], "next": _td(following)}
-    origin = turn.origin
-    numbers = [origin.group, origin.repeat, origin.index, origin.epoch, turn.number, turn.sequence]
-    version = turn.version
-    if isinstance(version, int):
-        numbers.append(version)
-    else:
-        entries["policy_version"] = NonTensorData(str(version))
-    if traj_id is not None:
-        numbers.append(traj_id)
-    values = torch.from_numpy(np.array(numbers, np.int64)).unbind()  # NumPy reads a list in a third of the time
-    entries.update(zip(_NUMBERS, values, strict=False))
-    if isinstance(version, int):
-        entries["policy_version"] = values[len(_NUMBERS)]
-    if traj_id is not None:
-        entries["collector"] = _td({"traj_ids": values[-1]})
-    entries["seconds"] = _td(dict(zip(STAGES, seconds, strict=True)))
-    entries["finish_reason"] = finish_reason
-    entries["log_prob_mode"] = log_prob_mode
-    result = _td(entries)
+    source = RecordSource(turn, layout, traj_id)
+    result = MadeEntries.td(source, "flat" if not layout.nested else "nested")
     for key, value in turn.extras.items():
         _set(result, key, value)
     return result
@@ -161,7 +130,7 @@ def empty_record(like: TensorDict) -> TensorDict:
     Args:
         like: a record, of batch size ``[]``.
     """
-    return _td({key: _emptied(key, value) for key, value in like.items()})
+    return unchecked_td({key: _emptied(key, value) for key, value in like.items()}, nested=False)
 
 
 def _emptied(key: str, value: Any) -> Any:
@@ -181,101 +150,308 @@ def _emptied(key: str, value: Any) -> Any:
     return NonTensorData("" if isinstance(data, str) else type(data)() if isinstance(data, list | dict) else None)
 
 
-def _nested(turn: Turn, layout: RecordLayout, texts: Sequence[NonTensorData]) -> tuple[_Entries, _Entries]:
-    tokens, split = turn.tokens, turn.num_prompt
-    size = tokens.shape[0]
-    prompt, response = tokens.split_with_sizes((split, size - split))
-    entries: _Entries = {}
-    following: _Entries = {}
-    if layout.history:
-        entries["history"], following["history"] = _histories(turn)
-    if layout.text:
-        entries["text"] = _td({"prompt": texts[0], "response": texts[1], "full": texts[3]})
-        following["text"] = _td({"prompt": texts[2]})
-    entries["tokens"] = _td({"prompt": prompt, "response": response, "full": tokens, "policy_version": _versions(turn)})
-    following["tokens"] = _td({"prompt": _next_prompt(turn)})
-    if layout.log_probs and turn.log_probs is not None:
-        full = turn.log_probs.new_zeros(size)
-        part = full[split:]
-        part.copy_(turn.log_probs)
-        entries["log_probs"] = _td({"response": part, "full": full})
-    attention, assistant = _masks(size, size if turn.masked else split)
-    entries["masks"] = _td({"all_attention_mask": attention, "all_assistant_mask": assistant})
-    return entries, following
+class RecordSource:
+    """What the entries of a record are made of; see :class:`~rollwright.data.made_entries.MadeEntries`.
+
+    Args:
+        turn: of a conversation.
+        layout: which entries, and under which keys.
+        traj_id: id of the conversation; None: it has none.
+    """
+
+    __slots__ = ("layout", "marks", "traj_id", "turn")
+
+    def __init__(self, turn: Turn, layout: RecordLayout, traj_id: int | None) -> None:
+        self.turn, self.layout, self.traj_id = turn, layout, traj_id
+        self.marks = turn.placed()
+
+    def __reduce__(self) -> Any:
+        return RecordSource, (self.turn, self.layout, self.traj_id)
+
+    def makers(self, kind: str) -> dict[str, Any]:
+        """The function for each entry of a part of the record: ``"nested"`` or ``"flat"``, ``"tokens"`` and so on."""
+        found = _makers(kind, self.layout, log_probs=self.turn.log_probs is not None, traj_ids=self.traj_id is not None)
+        return found if isinstance(self.turn, Turn) else _growing(found)
+
+    # Parts --------------------------------------------------------------------------------------------
+
+    def _tokens(self) -> TensorDict:
+        return MadeEntries.td(self, "tokens")
+
+    def _masks(self) -> TensorDict:
+        return MadeEntries.td(self, "masks")
+
+    def _log_probs(self) -> TensorDict:
+        return MadeEntries.td(self, "log_probs")
+
+    def _text(self) -> TensorDict:
+        return MadeEntries.td(self, "text")
+
+    def _seconds(self) -> TensorDict:
+        return MadeEntries.td(self, "seconds")
+
+    def _collector(self) -> TensorDict:
+        return MadeEntries.td(self, "collector")
+
+    def _next(self) -> TensorDict:
+        return MadeEntries.td(self, "next" if self.layout.nested else "next flat")
+
+    def _next_tokens(self) -> TensorDict:
+        return MadeEntries.td(self, "next tokens")
+
+    def _next_text(self) -> TensorDict:
+        return MadeEntries.td(self, "next text")
+
+    # What grows with the conversation -------------------------------------------------------------------
+
+    def _all(self) -> torch.Tensor:
+        return self.marks.answer.read()
+
+    def _prompt(self) -> torch.Tensor:
+        return self.marks.prompt.read()
+
+    def _following(self) -> torch.Tensor:
+        return self.marks.following.read()
+
+    def _ones(self) -> torch.Tensor:
+        return torch.ones(self.marks.answer.tokens, dtype=torch.bool)
+
+    def _ones_int(self) -> torch.Tensor:
+        return torch.ones(self.marks.answer.tokens, dtype=torch.int64)
+
+    def _sampled(self) -> torch.Tensor:
+        mask = torch.zeros(self.marks.answer.tokens, dtype=torch.bool)
+        mask[self.marks.prompt.tokens :] = not self.turn.masked
+        return mask
+
+    def _log_probs_full(self) -> torch.Tensor:
+        assert self.turn.log_probs is not None
+        response = self.turn.log_probs
+        full = response.new_zeros(self.marks.answer.tokens)
+        full[self.marks.prompt.tokens :] = response
+        return full
+
+    def _prompt_text(self) -> NonTensorData:
+        return NonTensorData(str(self.marks.prompt.text))
+
+    def _full_text(self) -> NonTensorData:
+        return NonTensorData(str(self.marks.prompt.text) + self.turn.response_text)
+
+    def _following_text(self) -> NonTensorData:
+        return NonTensorData(str(self.marks.following.text))
+
+    def _history(self) -> ChatHistory:
+        prompt, stop = self.marks.prompt, self.marks.prompt.messages + 1
+        columns = message_columns([*prompt.chat, self.marks.answer.chat[prompt.messages]])
+        parts = {"prompt": (0, stop - 1), "response": (stop - 1, stop), "full": (0, stop)}
+        return ChatHistory.of({key: History.of_columns(columns, *ends) for key, ends in parts.items()})
+
+    def _next_history(self) -> ChatHistory:
+        chat = self.marks.following.chat
+        return ChatHistory.of({"prompt": History.of_columns(message_columns(chat), 0, len(chat))})
+
+    # What is of the turn alone --------------------------------------------------------------------------
+
+    def _response(self) -> torch.Tensor:
+        return self.marks.answer.read()[self.marks.prompt.tokens :]
+
+    def _log_probs_response(self) -> torch.Tensor:
+        assert self.turn.log_probs is not None
+        return self.turn.log_probs
+
+    def _versions(self) -> Any:
+        versions = self.turn.versions
+        return versions if isinstance(versions, torch.Tensor) else NonTensorData(list(versions))
+
+    def _response_text(self) -> NonTensorData:
+        return NonTensorData(self.turn.response_text)
+
+    def _finish_reason(self) -> NonTensorData:
+        return NonTensorData(str(self.turn.finish_reason))
+
+    def _log_prob_mode(self) -> NonTensorData:
+        return NonTensorData(self.turn.log_prob_mode)
+
+    def _reward(self) -> torch.Tensor:
+        reward = self.turn.reward
+        if isinstance(reward, torch.Tensor) and reward.ndim:
+            return reward.to(torch.float32).unsqueeze(-1)
+        return torch.tensor([float(reward)])
+
+    def _false(self) -> torch.Tensor:
+        return torch.tensor([False])
+
+    def _terminated(self) -> torch.Tensor:
+        return torch.tensor([self.turn.terminated])
+
+    def _truncated(self) -> torch.Tensor:
+        return torch.tensor([self.turn.truncated])
+
+    def _done(self) -> torch.Tensor:
+        return torch.tensor([self.turn.done])
+
+    def _traj_ids(self) -> torch.Tensor:
+        return torch.tensor(self.traj_id)
+
+    def _policy_version(self) -> Any:
+        version = self.turn.version
+        return torch.tensor(version) if isinstance(version, int) else NonTensorData(str(version))
+
+    def _group_id(self) -> torch.Tensor:
+        return torch.tensor(self.turn.origin.group)
+
+    def _repeat(self) -> torch.Tensor:
+        return torch.tensor(self.turn.origin.repeat)
+
+    def _prompt_index(self) -> torch.Tensor:
+        return torch.tensor(self.turn.origin.index)
+
+    def _epoch(self) -> torch.Tensor:
+        return torch.tensor(self.turn.origin.epoch)
+
+    def _turn(self) -> torch.Tensor:
+        return torch.tensor(self.turn.number)
+
+    def _sequence(self) -> torch.Tensor:
+        return torch.tensor(self.turn.sequence)
+
+    def _stage(self, name: str) -> torch.Tensor:
+        return torch.tensor(self.turn.seconds.get(name, 0.0), dtype=torch.float32)
+
+    def _queue(self) -> torch.Tensor:
+        return self._stage("queue")
+
+    def _generation(self) -> torch.Tensor:
+        return self._stage("generation")
+
+    def _tool(self) -> torch.Tensor:
+        return self._stage("tool")
+
+    def _of_reward(self) -> torch.Tensor:
+        return self._stage("reward")
 
 
-def _flat(turn: Turn, layout: RecordLayout, texts: Sequence[NonTensorData]) -> tuple[_Entries, _Entries]:
-    tokens, split = turn.tokens, turn.num_prompt
-    size = tokens.shape[0]
-    _, assistant = _masks(size, size if turn.masked else split)
-    entries: _Entries = {
-        "tokens": tokens,
-        "tokens_response": tokens[split:],
-        "tokens_policy_version": _versions(turn),
-        "attention_mask": torch.ones(size, dtype=torch.int64),
-        "assistant_mask": assistant,
-    }
-    following: _Entries = {"tokens": _next_prompt(turn)}
-    if layout.text:
-        entries["text"], entries["text_response"], following["text"] = texts
-    if layout.log_probs and turn.log_probs is not None:
-        entries["log_probs"] = turn.log_probs
-    return entries, following
+_S = RecordSource
+_FLAGS = {"done": _S._false, "terminated": _S._false, "truncated": _S._false}
+_AFTER = {"reward": _S._reward, "done": _S._done, "terminated": _S._terminated, "truncated": _S._truncated}
+_REST = {
+    **_FLAGS,
+    "next": _S._next,
+    "group_id": _S._group_id,
+    "repeat": _S._repeat,
+    "prompt_index": _S._prompt_index,
+    "epoch": _S._epoch,
+    "turn": _S._turn,
+    "sequence": _S._sequence,
+    "policy_version": _S._policy_version,
+    "collector": _S._collector,
+    "seconds": _S._seconds,
+    "finish_reason": _S._finish_reason,
+    "log_prob_mode": _S._log_prob_mode,
+}
+_ALL: dict[str, dict[str, Any]] = {  # by part of a record
+    "nested": {
+        "history": _S._history,
+        "text": _S._text,
+        "tokens": _S._tokens,
+        "log_probs": _S._log_probs,
+        "masks": _S._masks,
+        **_REST,
+    },
+    "flat": {
+        "tokens": _S._all,
+        "tokens_response": _S._response,
+        "tokens_policy_version": _S._versions,
+        "attention_mask": _S._ones_int,
+        "assistant_mask": _S._sampled,
+        "text": _S._prompt_text,
+        "text_response": _S._response_text,
+        "log_probs": _S._log_probs_response,
+        **_REST,
+    },
+    "text": {"prompt": _S._prompt_text, "response": _S._response_text, "full": _S._full_text},
+    "tokens": {
+        "prompt": _S._prompt,
+        "response": _S._response,
+        "full": _S._all,
+        "policy_version": _S._versions,
+    },
+    "log_probs": {"response": _S._log_probs_response, "full": _S._log_probs_full},
+    "masks": {"all_attention_mask": _S._ones, "all_assistant_mask": _S._sampled},
+    "collector": {"traj_ids": _S._traj_ids},
+    "seconds": {"queue": _S._queue, "generation": _S._generation, "tool": _S._tool, "reward": _S._of_reward},
+    "next": {"history": _S._next_history, "text": _S._next_text, "tokens": _S._next_tokens, **_AFTER},
+    "next flat": {"tokens": _S._following, "text": _S._following_text, **_AFTER},
+    "next tokens": {"prompt": _S._following},
+    "next text": {"prompt": _S._following_text},
+}
 
 
-def _histories(turn: Turn) -> tuple[ChatHistory, ChatHistory]:
-    prompt = len(turn.prompt)
-    columns = message_columns([*turn.prompt, turn.response, *turn.added])
-    end = prompt + 1 + len(turn.added)
-    full = History.of_columns(columns, 0, prompt + 1)
-    now = {
-        "prompt": History.of_columns(columns, 0, prompt),
-        "response": History.of_columns(columns, prompt, prompt + 1),
-        "full": full,
-    }
-    then = {"prompt": History.of_columns(columns, 0, end)}
-    if turn.next_messages is not None:
-        others = message_columns(turn.next_messages)
-        then = {"prompt": History.of_columns(others, 0, len(turn.next_messages))}
-    return ChatHistory.of(now), ChatHistory.of(then)
+@cache
+def _makers(kind: str, layout: RecordLayout, *, log_probs: bool, traj_ids: bool) -> dict[str, Any]:
+    """The functions for the entries of a part of records, by key."""
+    without = set()
+    if not layout.history:
+        without.add("history")
+    if not layout.text:
+        without |= {"text", "text_response"}
+    if not layout.log_probs or not log_probs:
+        without.add("log_probs")
+    if not traj_ids:
+        without.add("collector")
+    without |= {as_tuple(key)[-1] for key in layout.leave_out if as_tuple(key)[:-1] == _PLACES.get(kind, (kind,))}
+    return {key: maker for key, maker in _ALL[kind].items() if key not in without}
 
 
-def _masks(size: int, split: int) -> tuple[torch.Tensor, torch.Tensor]:
-    both = np.ones((2, size), np.bool_)
-    both[1, :split] = False
-    attention, assistant = torch.from_numpy(both).unbind()
-    return attention, assistant
+def _growing(makers: dict[str, Any]) -> dict[str, Any]:
+    """Those of entries that grow with the conversation, and of parts that hold such."""
+    return {key: maker for key, maker in makers.items() if maker in GROWING or maker in PARTS}
 
 
-def _flags(turn: Turn) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """done, terminated and truncated before the turn, and those after it."""
-    values = [[False], [False], [False], [turn.terminated], [turn.truncated], [turn.terminated or turn.truncated]]
-    flags = torch.from_numpy(np.array(values, np.bool_)).unbind()
-    return flags[:3], flags[3], flags[4], flags[5]
+GROWING = frozenset(
+    (
+        *(_S._all, _S._prompt, _S._response, _S._following, _S._ones, _S._ones_int, _S._sampled, _S._log_probs_full),
+        *(_S._prompt_text, _S._full_text, _S._following_text, _S._history, _S._next_history),
+    )
+)
+PARTS = frozenset((_S._tokens, _S._masks, _S._log_probs, _S._text, _S._next, _S._next_tokens, _S._next_text))
 
 
-def _floats(turn: Turn) -> tuple[torch.Tensor, ...]:
-    """Seconds of each stage, and the reward."""
-    reward, seconds = turn.reward, turn.seconds
-    per_token = isinstance(reward, torch.Tensor) and reward.ndim > 0
-    values = [seconds.get(stage, 0.0) for stage in STAGES]
-    floats = torch.from_numpy(np.array([*values, 0.0 if per_token else float(reward)], np.float32))
-    last = reward.to(torch.float32).unsqueeze(-1) if isinstance(reward, torch.Tensor) and per_token else floats[-1:]
-    return (*floats[:-1].unbind(), last)
+def checked_left_out(name: str, value: object) -> object:
+    """Entries that records are not to have.
+
+    Raises:
+        TypeError: it is no list of keys.
+        ValueError: an entry is unknown, or one that conversations are told apart by, or read as whole.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name}: expected a list of keys, got {type(value).__name__}: {value!r}. Pass ['text'].")
+    known = [unravel((*_PLACES.get(kind, (kind,)), key)) for kind, makers in _ALL.items() for key in makers]
+    may_be = [key for key in dict.fromkeys(known) if key not in _NEEDED]
+    for key in value:
+        if unravel(as_tuple(key)) not in may_be:
+            raise ValueError(
+                f"{name}: {key!r} is no entry of a record, or one that records are told apart by, or are made whole "
+                f"by. Expected some of {', '.join(map(repr, may_be))}."
+            )
+    return tuple(unravel(as_tuple(key)) for key in value)
 
 
-def _versions(turn: Turn) -> Any:
-    return turn.versions if isinstance(turn.versions, torch.Tensor) else NonTensorData(list(turn.versions))
-
-
-def _next_prompt(turn: Turn) -> torch.Tensor:
-    return turn.tokens[:0] if turn.next_prompt is None else turn.next_prompt
+_PLACES: dict[str, tuple[str, ...]] = {
+    "nested": (),
+    "flat": (),
+    "next flat": ("next",),
+    "next tokens": ("next", "tokens"),
+    "next text": ("next", "text"),
+}
+_NEEDED: set[NestedKey] = {
+    *("tokens", "tokens_response", ("tokens", "full"), ("tokens", "response"), "next", "collector"),
+    *("group_id", "repeat", "prompt_index", "epoch", "turn", "sequence", ("collector", "traj_ids")),
+    *("masks", ("masks", "all_assistant_mask"), "assistant_mask", "finish_reason"),
+    *("done", "terminated", "truncated", *(("next", key) for key in _AFTER)),
+}
 
 
 def _set(target: TensorDict, key: NestedKey, value: Any) -> None:
     entry: Any = value if isinstance(value, torch.Tensor) else NonTensorData(value)
     target.set(key, entry)
-
-
-def _td(entries: Any) -> TensorDict:
-    return unchecked_td(entries, nested=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,6 +25,31 @@ _KEYS = {  # of what a sequence is made: nested, flat
     "versions": (("tokens", "policy_version"), "tokens_policy_version"),
     "mask": (("masks", "all_assistant_mask"), "assistant_mask"),
 }
+_NAMES: tuple[NestedKey, ...] = (
+    "sequence",
+    "group_id",
+    "repeat",
+    "prompt_index",
+    "epoch",
+    ("collector", "traj_ids"),
+)
+
+
+@dataclass(frozen=True)
+class InSequences:
+    """Makes the training sequences of a batch of whole conversations, ``[sequences]``; then another function follows.
+
+    Attributes:
+        then: called with the sequences; its result is that of the whole. None: nothing follows.
+    """
+
+    then: Callable[[TensorDictBase], TensorDictBase] | None = None
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """The sequences of a batch, lazily stacked."""
+        found = training_sequences(batch)
+        stacked: Any = LazyStackedTensorDict(*found, stack_dim=0) if found else batch[:0]
+        return stacked if self.then is None else self.then(stacked)
 
 
 def training_sequences(source: Any) -> list[TensorDict]:
@@ -48,7 +74,8 @@ def training_sequences(source: Any) -> list[TensorDict]:
         - ``turn``: int64, which turn sampled a token, -1 on other tokens;
         - ``advantage``: float32, 0 on other tokens (where the records have it);
         - ``reward``: float32 ``[1]``, the sum over its turns;
-        - ``sequence``, ``group_id`` and ``("collector", "traj_ids")`` of the records.
+        - ``sequence``, ``group_id``, ``repeat``, ``prompt_index``, ``epoch`` and ``("collector", "traj_ids")`` of the
+          records.
 
     Raises:
         ValueError: a conversation lacks a turn, or the tokens of a turn do not extend those before it.
@@ -249,7 +276,7 @@ def _united(turns: Sequence[TensorDictBase], name: tuple[int, ...]) -> TensorDic
         result["log_probs"] = log_probs
     if first.get("advantage", None) is not None:
         result["advantage"] = advantage
-    for key in ("sequence", "group_id", ("collector", "traj_ids")):
+    for key in _NAMES:
         if (value := first.get(key, None)) is not None:
             result[key] = value
     return result

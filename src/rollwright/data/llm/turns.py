@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
+
+from rollwright.data.transcript import Mark, Transcript
 
 Message = Mapping[str, Any]  # a chat message: "role", "content", perhaps "tool_calls", "tool_call_id", "name"
 Version = int | str  # of weights: a number, or a UUID
@@ -60,12 +62,31 @@ def turn_seed(origin: Origin, turn: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
+class Marks(NamedTuple):
+    """Where a turn is in the transcript of its conversation.
+
+    Attributes:
+        prompt: behind what the model read.
+        answer: behind what it wrote.
+        following: behind what followed; without tokens and text where there is no further prompt.
+        jumps: whether that is in another sequence, whose messages do not go on from these.
+    """
+
+    prompt: Mark
+    answer: Mark
+    following: Mark
+    jumps: bool = False
+
+
 @dataclass(slots=True)
 class Turn:
     """One turn: what the model read, what it wrote, and what followed.
 
     Tokens are int64 on the CPU. ``tokens`` holds prompt and response; both are views of it, and ``tokens`` may be a
     view of the tokens of the whole conversation, which later turns extend and nobody overwrites.
+
+    The turns of a collector are marks in the transcript of their conversation, and pickled as such: the tokens, texts
+    and messages of all turns in one pickle are in it once.
 
     Attributes:
         origin: where the conversation comes from.
@@ -92,6 +113,7 @@ class Turn:
         masked: whether none of its tokens is trained on: its conversation has failed.
         seconds: by stage: ``queue``, ``generation``, ``tool``, ``reward``.
         extras: further entries of engine or environment, by key.
+        marks: where it is in a transcript: prompt, tokens, texts and messages are then read there; None: nowhere.
     """
 
     origin: Origin
@@ -118,8 +140,72 @@ class Turn:
     masked: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
+    marks: Marks | None = None
 
     @property
     def done(self) -> bool:
         """Whether the conversation ended with this turn."""
         return self.terminated or self.truncated
+
+    def place(self, marks: Marks) -> None:
+        """Say where it is in a transcript: what was read, written and followed is as it stands there."""
+        self.marks = marks
+        prompt, answer, following, jumps = marks
+        self.tokens, self.num_prompt = answer.read(), prompt.tokens
+        self.prompt, self.response = prompt.chat, answer.transcript.messages[prompt.messages]
+        self.prompt_text, self.next_prompt_text = cast(str, prompt.text), cast(str, following.text)
+        self.next_prompt = following.read() if following.tokens else None
+        self.added = () if jumps else following.transcript.messages[answer.messages : following.messages]
+        self.next_messages = following.chat if jumps else None
+
+    def placed(self) -> Marks:
+        """Where it is in a transcript; in one of its own, where it is in none."""
+        if self.marks is not None:
+            return self.marks
+        messages = [*self.prompt, self.response, *self.added]
+        own = Transcript(self.tokens, [self.prompt_text, self.response_text], messages)
+        prompt = Mark(own, self.num_prompt, 1, len(self.prompt))
+        answer = Mark(own, own.size, 2, len(self.prompt) + 1)
+        if self.next_prompt is None:
+            return Marks(prompt, answer, Mark(own, 0, 0, len(messages)))
+        jumps = self.next_messages is not None
+        following = Transcript(self.next_prompt, [self.next_prompt_text], self.next_messages if jumps else messages)
+        return Marks(prompt, answer, following.mark(), jumps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = () if self.marks is None else _OF_MARKS
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in left_out}
+
+    def __setstate__(self, state: Any) -> None:
+        given = state[1] if isinstance(state, tuple) else state  # of before there were marks
+        for each in fields(self):
+            if each.default is not MISSING and each.name not in given:
+                setattr(self, each.name, each.default)
+        for name, value in given.items():
+            setattr(self, name, value)
+        if self.marks is not None:
+            self.place(self.marks)
+
+
+_OF_MARKS = frozenset(
+    (
+        "tokens",
+        "num_prompt",
+        "prompt",
+        "response",
+        "prompt_text",
+        "next_prompt_text",
+        "next_prompt",
+        "added",
+        "next_messages",
+    )
+)
+
+
+def _joined(slot: Any) -> property:
+    """A string that may be kept as pieces of a transcript."""
+    return property(lambda turn: str(slot.__get__(turn)), slot.__set__)
+
+
+for _name in ("prompt_text", "next_prompt_text"):
+    setattr(Turn, _name, _joined(getattr(Turn, _name)))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rollwright.data.llm.turns import Message, Origin
+from rollwright.data.transcript import Part
 from rollwright.envs.llm.core import Answer, NextTurn, Opening, Outcome
 from rollwright.envs.llm.rewards import Sample, place
 from rollwright.envs.llm.tools.core import ParsedAnswer, Tool, ToolCall, ToolSession
@@ -219,11 +220,11 @@ class Talk:
 
     def _progress(self) -> dict[str, Any]:
         return {
-            "messages": [dict(message) for message in self.messages],
+            "messages": Part(self.messages, len(self.messages)),  # views: a turn does not copy those before it
             "turns": self.turns,
             "rounds": self.rounds,
-            "token_ids": list(self._token_ids),
-            "sequences": [list(messages) for messages in self.sequences],
+            "token_ids": Part(self._token_ids, len(self._token_ids)),
+            "sequences": [Part(messages, len(messages)) for messages in self.sequences],
             "first": self._num_first,
         }
 
@@ -234,7 +235,7 @@ class Talk:
         self.messages = list(state["messages"])
         self.turns, self.rounds = state["turns"], state["rounds"]
         self._token_ids = list(state["token_ids"])
-        self.sequences, self._num_first = list(state.get("sequences", ())), state.get("first", self._num_first)
+        self.sequences, self._num_first = [*map(list, state.get("sequences", ()))], state.get("first", self._num_first)
         if state.get("ended") is not None:
             self.outcome = self.ended = state["ended"]
             self.busy = True

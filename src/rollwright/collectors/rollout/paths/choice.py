@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -75,6 +75,11 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
     """
     if (turns := turn_path(parts)) is not None:
         return turns
+    if parts.options.leave_out:
+        raise ValueError(
+            f"leave_out: expected an environment and a policy that pass turns ({parts.env} and an engine), got some "
+            "that pass TensorDicts, whose entries are not made apart. Pass postproc=, a function that leaves them out."
+        )
     if goes_by_itself(parts.env, parts.options):
         call, fresh = accelerate(parts.acting.call, parts.options)
         pool = cast(AsyncEnvPool, parts.env)
@@ -191,7 +196,7 @@ def turn_path(parts: PathParts) -> Path | None:
         conversations,
         engine,
         hooks=lambda: _hooks(parts.env),
-        layout=_layout(parts.env, policy),
+        layout=_layout(parts.env, policy, parts.options.leave_out),
         streams=parts.options.in_stream,
         how={"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"},
     )
@@ -227,7 +232,7 @@ def _hooks(env: EnvBase) -> list[TurnHook]:
     return found[1]
 
 
-def _layout(env: EnvBase, policy: Any) -> RecordLayout:
+def _layout(env: EnvBase, policy: Any, leave_out: Sequence[NestedKey]) -> RecordLayout:
     """Of records: as the environment has its prompts, unless the policy is to write others."""
     found = getattr(env, "layout", None)
     layout = found if isinstance(found, RecordLayout) else RecordLayout(nested=False)
@@ -235,7 +240,7 @@ def _layout(env: EnvBase, policy: Any) -> RecordLayout:
     if wanted is not None:
         nested = wanted == "nested"
         layout = replace(layout, nested=nested, history=layout.history and nested)
-    return replace(layout, log_probs=bool(getattr(policy, "return_log_probs", True)))
+    return replace(layout, log_probs=bool(getattr(policy, "return_log_probs", True)), leave_out=tuple(leave_out))
 
 
 def _roots(arrays: ArrayEnv) -> dict[NestedKey, Entry]:

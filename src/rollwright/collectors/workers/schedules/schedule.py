@@ -27,6 +27,7 @@ from rollwright.collectors.workers.handles import WorkerHandle
 from rollwright.collectors.workers.memory import Block, BlockStore, unpack
 from rollwright.collectors.workers.schedules.joining import Result, batch_of, restored
 from rollwright.collectors.workers.schedules.strategies import PendingRollouts, Staleness, Strategy
+from rollwright.data.transcript import ReceivedTranscripts
 from rollwright.errors import WorkerError
 
 _BREAK_S = 0.5  # after which a consumer is taken to have stopped
@@ -81,6 +82,7 @@ class Schedule:
         self._trajs_per_batch, self._padded, self.stored = trajs_per_batch, padded, stored
         self._may_end = may_end
         self._devices = [_device(worker) for worker in self._group.workers]
+        self._received = [ReceivedTranscripts() for _ in self._group.workers]
         self._taker: int | None = None  # thread that has asked for a batch last
         self._taken_at: float | None = None
         self._trajectories: deque[TensorDictBase] = deque()
@@ -319,7 +321,7 @@ class Schedule:
         if found.is_over:
             self.rollouts.over.add(worker.index)
             return
-        rest = None if found.rest is None else unpack(found.rest, worker.spec.packing)
+        rest = None if found.rest is None else unpack(found.rest, worker.spec.packing, self._received[worker.index])
         part, device = self.strategy.part_of(worker, block), self._devices[worker.index]
         self.strategy.add(Result(worker.index, worker.num_collected, found, block, part, rest, device))
 

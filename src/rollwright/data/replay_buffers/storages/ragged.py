@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
 
-from rollwright._keys import NestedKey, key_str
+from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys
 from rollwright.data.encoding import Decoder, Encoded, PackedRows, encode, pack_rows
+from rollwright.data.llm.stored_records import GROWTH, end_of, growth_of, restored, stored, transcript_of
+from rollwright.data.made_entries import MadeEntries
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import Storage, check_number
 from rollwright.data.replay_buffers.storages.batches import (
@@ -22,9 +25,18 @@ from rollwright.data.replay_buffers.storages.batches import (
     positive,
     too_long,
 )
-from rollwright.data.replay_buffers.storages.encoded_rows import EncodedRows, PrivateRows, SharedRows
+from rollwright.data.replay_buffers.storages.encoded_rows import (
+    EncodedRows,
+    Found,
+    Gone,
+    Parent,
+    PrivateRows,
+    SharedRows,
+)
+from rollwright.data.transcript import Transcript
 
 _UNLIMITED = 1 << 40
+_START = (0, 0, 0)
 _LEAST_CHUNK_BYTES = 4096
 
 
@@ -84,6 +96,7 @@ class RaggedStorage(Storage):
             )
         self._rows: EncodedRows = PrivateRows(self.max_size)
         self._decoder = Decoder()
+        self._written = _Written()
 
     @property
     def ledger(self) -> Ledger:  # type: ignore[override]
@@ -115,7 +128,7 @@ class RaggedStorage(Storage):
             if not self.shared:  # else another thread was faster
                 shared = SharedRows(self.max_size, self.chunk_bytes)
                 shared.take_over(cast(PrivateRows, self._rows))
-                self._rows = shared
+                self._rows, self._written = shared, _Written()
 
     # Writing ----------------------------------------------------------------------------------
 
@@ -124,7 +137,7 @@ class RaggedStorage(Storage):
         items, skipped = items_that_fit(data, dim, self.max_size)
         if skipped and len(batches_of(data)) > 1:
             raise too_long(len(items) + skipped, self.max_size)
-        return self._rows.append([_encoded(item) for item in items], skipped)
+        return self._written.append(self._rows, items, skipped)
 
     def element(self, data: Any) -> Any:
         """One element as a batch of one row."""
@@ -139,16 +152,14 @@ class RaggedStorage(Storage):
     def clear(self) -> None:
         """Remove all elements."""
         self._rows.clear()
+        self._written = _Written()
 
     # Reading ----------------------------------------------------------------------------------
 
     def read(self, index: NDArray[np.int64]) -> Any:
         """The elements at flat indices as a ``LazyStackedTensorDict``; a list if elements are tensors."""
-        return _together([self._element(row) for row in index.tolist()])
-
-    def _element(self, row: int) -> Any:
-        memory = bytearray(self._rows.view(row))
-        return self._decoder.decode(memory) if memory else TensorDict({})
+        reading = Reading(self._decoder, self._rows.before)
+        return _together([reading.element(self._rows.find(row)) for row in index.tolist()])
 
     def in_order(self) -> Any:
         """All live elements in the order in which they were written, as a batch ``[N]``."""
@@ -158,7 +169,12 @@ class RaggedStorage(Storage):
     def keys(self) -> list[NestedKey]:
         """The entries of the newest element; none if it is no TensorDict."""
         ranges = self.ledger.ranges(self.ledger.span())
-        return self._decoder.keys(self._rows.view((ranges[-1][1] - 1) % self.capacity)) if ranges else []
+        if not ranges:
+            return []
+        found = self._rows.find((ranges[-1][1] - 1) % self.capacity)
+        keys = self._decoder.keys(found.memory)
+        grows = any(as_tuple(key)[0] == GROWTH for key in keys)
+        return leaf_keys(Reading(self._decoder, self._rows.before).element(found)) if grows else keys
 
     def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:
         """See :meth:`Storage.entry`.
@@ -171,7 +187,7 @@ class RaggedStorage(Storage):
         if low >= high:
             return np.zeros((0, 1), np.int64)
         try:
-            values = [decoder.entry(rows.view(position % capacity), key) for position in range(low, high)]
+            values = [self._value(decoder, rows.find(position % capacity), key) for position in range(low, high)]
         except KeyError:
             raise KeyError(
                 f"{key!r}: an element that is stored has no tensor of that name; the newest has "
@@ -186,6 +202,16 @@ class RaggedStorage(Storage):
                 "sampler of slices, and a writer that ranks elements, need one: name another entry."
             ) from error
 
+    def _value(self, decoder: Decoder, found: Found, key: NestedKey) -> NDArray[Any]:
+        try:
+            return decoder.entry(found.memory, key)
+        except KeyError:
+            item = Reading(decoder, self._rows.before).element(found)
+            value = item.get(key, None) if MadeEntries.of(item) is not None else None
+            if not isinstance(value, torch.Tensor):
+                raise
+            return value.numpy()
+
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,8 +221,12 @@ class RaggedStorage(Storage):
             gone = np.zeros(high - low, np.bool_)
             for start, stop in (self.ledger.gaps() - low).tolist():
                 gone[start:stop] = True
-            rows = [b"" if gone[n] else self._rows.view((low + n) % self.capacity) for n in range(high - low)]
-            return {**self._state(low, high), "elements": pack_rows(rows) if rows else None}
+            rows = [None if gone[n] else (low + n) % self.capacity for n in range(high - low)]
+            elements, parents, hidden = self._rows.with_before(rows)
+            packed: dict[str, Any] | None = pack_rows(elements) if rows else None
+            if packed is not None and max(parents) >= 0:
+                packed |= {"parents": torch.tensor(parents), "hidden": hidden}
+            return {**self._state(low, high), "elements": packed}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`Storage.load_state_dict`; takes the states of other storages, too.
@@ -205,10 +235,11 @@ class RaggedStorage(Storage):
             DamagedFileError: the elements are damaged.
         """
         super().check_state(state_dict)
-        rows = self._saved_rows(state_dict)
-        skipped = max(0, len(rows) - self.capacity)
-        with self.ledger.restoring(state_dict):
-            self._rows.load(state_dict["low"] + skipped, rows[skipped:])
+        rows, parents, hidden = self._saved_rows(state_dict)
+        skipped = max(0, len(rows) - hidden - self.capacity)
+        with self.ledger.restoring(state_dict):  # those that are skipped may be referred to
+            self._rows.load(state_dict["low"] + skipped, rows, parents, hidden + skipped)
+            self._written = _Written()
 
     def check_state(self, state_dict: Any) -> None:
         """See :meth:`Storage.check_state`.
@@ -220,15 +251,18 @@ class RaggedStorage(Storage):
         self._saved_rows(state_dict)
 
     @staticmethod
-    def _saved_rows(state: Mapping[str, Any]) -> Sequence[Any]:
+    def _saved_rows(state: Mapping[str, Any]) -> tuple[Sequence[Any], list[int], int]:
+        """Rows of a state, which each one refers to, and how many are in no row, see :meth:`EncodedRows.load`."""
         found = state["elements"]
         rows: Sequence[Any] = ()
+        parents, hidden = list[int](), 0
         if isinstance(found, Mapping) and not is_tensor_collection(found):
             rows = list(PackedRows.of(found))
+            parents, hidden = _parents(found)
         elif found is not None:
             rows = [_encoded(item) for item in items_of(found, 0)]
-        check_number(state, state["high"] - state["low"], len(rows))
-        return rows
+        check_number(state, state["high"] - state["low"], len(rows) - hidden)
+        return rows, parents, hidden
 
     @staticmethod
     def elements_of_state(state_dict: Mapping[str, Any]) -> list[Any]:
@@ -237,8 +271,17 @@ class RaggedStorage(Storage):
         Raises:
             DamagedFileError: they are damaged.
         """
-        packed, decoder = state_dict.get("elements"), Decoder()
-        return [] if packed is None else [decoder.decode(bytearray(row)) for row in PackedRows.of(packed) if len(row)]
+        packed = state_dict.get("elements")
+        if packed is None:
+            return []
+        parents, hidden = _parents(packed)
+        rows = [Found(number, row) for number, row in enumerate(PackedRows.of(packed))]
+
+        def before(found: Found) -> Found | None:
+            return rows[parents[found.key]] if parents and parents[found.key] >= 0 else None
+
+        reading = Reading(Decoder(), before)
+        return [reading.element(row) for row in rows[hidden:] if len(row.memory)]
 
     def _takes(self, elements: Any) -> bool:
         return True
@@ -251,9 +294,99 @@ class RaggedStorage(Storage):
 LazyStackStorage = RaggedStorage
 
 
+class _Written:
+    """What this process has written of transcripts: a turn that follows refers to it, and holds what is new.
+
+    Turns whose conversation was written elsewhere, or is not there any more, hold all of it.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[Transcript, tuple[tuple[int, int, int], Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def append(self, rows: EncodedRows, items: Sequence[Any], skipped: int) -> Reservation:
+        """Encode and write items."""
+        try:
+            return self._append(rows, items, skipped)
+        except Gone:
+            self._known.clear()
+            return self._append(rows, items, skipped)
+
+    def _append(self, rows: EncodedRows, items: Sequence[Any], skipped: int) -> Reservation:
+        elements, parents = list[Encoded](), list[Parent]()
+        now: dict[Transcript, tuple[tuple[int, int, int], int]] = {}
+        for number, item in enumerate(items):
+            transcript = transcript_of(item)
+            if transcript is None:
+                elements.append(_encoded(item))
+                parents.append(None)
+                continue
+            start, parent = now.get(transcript) or self._known.get(transcript) or (_START, None)
+            elements.append(encode(stored(item, start)))
+            parents.append(parent)
+            now[transcript] = cast(Any, tuple(map(max, start, end_of(item)))), number
+        reservation, names = rows.append(elements, skipped, parents if now else ())
+        for transcript, (end, number) in now.items():
+            self._known[transcript] = end, names[number]
+        return reservation
+
+    def __reduce__(self) -> Any:  # another process writes for itself
+        return _Written, ()
+
+    def __deepcopy__(self, memo: Any) -> _Written:
+        return _Written()
+
+
+class Reading:
+    """Reads elements, of which some refer to others; those of one conversation share its transcript.
+
+    Args:
+        decoder: of their bytes.
+        before: what an element refers to.
+    """
+
+    def __init__(self, decoder: Decoder, before: Callable[[Found], Found | None]) -> None:
+        self._decoder, self._before = decoder, before
+        self._known: dict[int, tuple[Transcript, tuple[int, int, int]]] = {}  # by key: and how far that element goes
+
+    def element(self, found: Found) -> Any:
+        """A copy of an element."""
+        memory = bytearray(found.memory)
+        if not memory:
+            return TensorDict({})
+        item = self._decoder.decode(memory)
+        if type(item) is not TensorDict or GROWTH not in item.keys():  # noqa: SIM118
+            return item
+        return restored(item, self._transcript(found))
+
+    def _transcript(self, found: Found) -> Transcript:
+        if found.key in self._known:
+            return self._known[found.key][0]
+        chain: list[Found] = []
+        each: Found | None = found
+        transcript: Transcript | None = None
+        while each is not None and transcript is None:
+            chain.append(each)
+            each = self._before(each)
+            known = None if each is None else self._known.get(each.key)
+            transcript = known[0] if known is not None and known[0].final == known[1] else None
+        transcript = transcript or Transcript()
+        for one in reversed(chain):
+            transcript.grow(growth_of(self._decoder.part(one.memory, GROWTH)))
+            self._known[one.key] = transcript, transcript.final
+        return transcript
+
+
+def _parents(packed: Mapping[str, Any]) -> tuple[list[int], int]:
+    """Which element each one of a saved state refers to, and how many are in no row."""
+    parents = packed.get("parents")
+    return ([], 0) if parents is None else (parents.tolist(), int(packed["hidden"]))
+
+
 def _encoded(item: Any) -> Encoded:
     if isinstance(item, torch.Tensor | TensorDictBase) or is_tensor_collection(item):
-        return encode(item)
+        return encode(item if transcript_of(item) is None else stored(item))
     raise TypeError(
         f"data: expected TensorDicts or tensors as elements, got {type(item).__name__}. Put it into a TensorDict, or "
         "use a ListStorage, which keeps objects of one process."

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rollwright.data.llm.branches import Branches
 from rollwright.data.llm.chain import TokenChain
-from rollwright.data.llm.turns import FinishReason, Message, Turn, turn_seed
+from rollwright.data.llm.turns import FinishReason, Marks, Message, Turn, turn_seed
+from rollwright.data.transcript import Mark, Part
+from rollwright.envs.checkpoint.packed import packed
 from rollwright.envs.llm.core import Answer, NextTurn, Opening, Outcome
 from rollwright.modules.llm.engine import Completion, Engine, Request
 
@@ -42,7 +44,6 @@ class Dialog:
         opening: how it began.
         chain: its tokens: of the sequence that goes on.
         id: of its trajectory.
-        messages: so far, of that sequence.
         branches: its sequences, where its environment chooses among them.
         seed: of the last request; None: none was made since it was loaded.
         next: how its environment asks for the next answer; None: it leaves that to the engine.
@@ -60,7 +61,6 @@ class Dialog:
     opening: Opening
     chain: TokenChain
     id: int = -1
-    messages: list[Message] = field(default_factory=list)
     number: int = 0
     total: float = 0.0
     asked: bool = False
@@ -82,7 +82,13 @@ class Dialog:
             chain.open(opening.text)
         elif opening.messages:
             chain.open(opening.messages)
-        return cls(slot, opening, chain, messages=list(opening.messages))
+        chain.transcript.messages.extend(opening.messages)
+        return cls(slot, opening, chain)
+
+    @property
+    def messages(self) -> list[Message]:
+        """So far."""
+        return self.chain.transcript.messages
 
     @property
     def name(self) -> str:
@@ -113,22 +119,23 @@ class Dialog:
 
     def answer(self, found: Completion, engine: Engine) -> Answer:
         """Take what the model wrote."""
-        chain, prompt, text = self.chain, list(self.messages), self.chain.text
-        num_prompt, response = chain.num_prompt, chain.decode(found.tokens)
+        chain, prompt, response = self.chain, self.chain.transcript.mark(), self.chain.decode(found.tokens)
         message = {"role": "assistant", "content": response}
-        tokens = chain.answer(found.tokens, found.finish_reason, message)
+        chain.answer(found.tokens, found.finish_reason, message)
+        self.messages.append(message)
         versions = found.versions
         last = versions[-1] if len(versions) else engine.version
+        answer = chain.transcript.mark()
         self.pending = Turn(
             origin=self.opening.draw.origin,
             number=self.number,
             sequence=chain.sequence,
-            prompt=prompt,
+            prompt=prompt.chat,
             response=message,
-            prompt_text=text,
+            prompt_text=cast(str, prompt.text),
             response_text=response,
-            tokens=tokens,
-            num_prompt=num_prompt,
+            tokens=answer.read(),
+            num_prompt=prompt.tokens,
             log_probs=found.log_probs,
             log_prob_mode=engine.sampling.log_prob_mode,
             versions=versions,
@@ -136,10 +143,12 @@ class Dialog:
             finish_reason=found.finish_reason,
             seconds=dict(found.seconds),
             extras=dict(found.extras),
+            marks=Marks(prompt, answer, answer._replace(tokens=0, texts=0)),
         )
-        self.messages.append(message)
         self.asked = False
-        return Answer(message, response, found.tokens, found.finish_reason, text, found.log_probs, num_prompt)
+        return Answer(
+            message, response, found.tokens, found.finish_reason, str(prompt.text), found.log_probs, prompt.tokens
+        )
 
     def follow(self, outcome: Outcome, max_length: int | None, cut: Callable[[], bool]) -> EndedTurn | None:
         """Take what followed the answer; the turn is complete.
@@ -165,40 +174,33 @@ class Dialog:
         turn.seconds.update(outcome.seconds)
         turn.extras.update(outcome.extras)
         if not was_cut:
-            turn.added = outcome.messages
-            if outcome.response is not None:  # it called tools
-                turn.response = outcome.response
-                if turn.finish_reason is FinishReason.STOP:  # one that was cut by its length says so
-                    turn.finish_reason = FinishReason.TOOL
-                self.messages[-1] = outcome.response
-                if self.chain.messages:
-                    self.chain.messages[-1] = outcome.response
-        if not turn.done:
+            self._note(turn, outcome)
             chain = self.chain
-            turn.next_prompt = self._go_on(outcome)
-            turn.next_prompt_text = self.chain.text
-            if self.chain is not chain:
-                turn.added, turn.next_messages = (), list(self.messages)
-            if max_length is not None and len(turn.next_prompt) >= max_length:
-                turn.truncated = True
-                if cut():
-                    return None
+            if turn.done:
+                self.messages.extend(outcome.messages)
+                following = chain.transcript.mark()._replace(tokens=0, texts=0)
+            else:
+                self._go_on(outcome)
+                following = self.chain.transcript.mark()
+            self._place(turn, following, jumps=self.chain is not chain)
+        if not turn.done and max_length is not None and self.chain.transcript.size >= max_length:
+            turn.truncated = True
+            if cut():
+                return None
         self.pending = None
         reward = outcome.reward
         self.total += float(reward.sum()) if isinstance(reward, torch.Tensor) else float(reward)
         self.number += 1
         return EndedTurn(turn, self.id, self.opening, (self.total, self.number) if turn.done else None)
 
-    def _go_on(self, outcome: Outcome) -> torch.Tensor:
-        """The tokens of the next prompt: of this sequence, or of the one that the environment has chosen."""
+    def _go_on(self, outcome: Outcome) -> None:
+        """Take what leads to the next prompt: of this sequence, or of the one that the environment has chosen."""
         self.next = outcome.next
         if (asks := outcome.next) is not None:
-            found = self.branches.turn_to(asks.sequence, self.chain, outcome.messages, asks.template)
-            self.chain, self.messages, tokens = found
-            return tokens
-        tokens = self.chain.follow(outcome.messages)
-        self.messages.extend(outcome.messages)
-        return tokens
+            self.chain = self.branches.turn_to(asks.sequence, self.chain, outcome.messages, asks.template)
+        else:
+            self.chain.follow(outcome.messages)
+            self.messages.extend(outcome.messages)
 
     def failed(self, engine: Engine, like: Mapping[str, Any]) -> EndedTurn:
         """End it with the turn that failed, which has no reward; nothing of its turns that are here is trained on.
@@ -218,8 +220,8 @@ class Dialog:
                 response={"role": "assistant", "content": ""},
                 prompt_text=self.chain.text,
                 response_text="",
-                tokens=self.chain.tokens,
-                num_prompt=len(self.chain.tokens),
+                tokens=self.chain.tokens.clone(),
+                num_prompt=self.chain.transcript.size,
                 log_probs=torch.zeros(0),
                 log_prob_mode=engine.sampling.log_prob_mode,
                 versions=[] if isinstance(engine.version, str) else none,
@@ -227,14 +229,35 @@ class Dialog:
                 finish_reason=FinishReason.ERROR,
             )
         turn.finish_reason, turn.terminated, turn.truncated = FinishReason.ERROR, False, True
-        turn.reward, turn.added, turn.next_prompt, turn.next_prompt_text = 0.0, (), None, ""
-        turn.next_messages = None
+        turn.reward = 0.0
+        if turn.marks is not None:
+            self._place(turn, turn.marks.answer._replace(tokens=0, texts=0))
         turn.extras = {key: _blank(value) for key, value in like.items()} | turn.extras
         for each in (turn, *(held.turn for held in self.held)):
             each.masked = True
         self.pending = None
         self.number += 1
         return EndedTurn(turn, self.id, self.opening, (self.total, self.number))
+
+    def _note(self, turn: Turn, outcome: Outcome) -> None:
+        """Write what an environment made of the answer: it called tools, perhaps."""
+        if outcome.response is None:
+            return
+        if turn.finish_reason is FinishReason.STOP:  # one that was cut by its length says so
+            turn.finish_reason = FinishReason.TOOL
+        assert turn.marks is not None
+        prompt = turn.marks.prompt
+        for messages in (prompt.transcript.messages, self.messages):  # two, where it was loaded
+            messages[prompt.messages] = outcome.response
+        if self.chain.messages:
+            self.chain.messages[-1] = outcome.response
+
+    def _place(self, turn: Turn, following: Mark, *, jumps: bool = False) -> None:
+        """The turn is complete, and so is the transcript up to there."""
+        assert turn.marks is not None
+        turn.place(turn.marks._replace(following=following, jumps=jumps))
+        for mark in (turn.marks.answer, following):
+            mark.settle()
 
     # State ------------------------------------------------------------------------------------
 
@@ -243,14 +266,14 @@ class Dialog:
 
         What was asked for is asked for again.
         """
-        own_turn = None if self.pending is None else _own_turn(self.pending)
+        messages, pending = self.messages, self.pending
         return {
             **{name: getattr(self, name) for name in _SAVED},
-            "chain": self.chain.state_dict(),
-            "messages": list(self.messages),
-            "pending": own_turn,
+            "chain": self.chain.place(),
+            "messages": Part(messages, len(messages)),
+            "pending": None if pending is None else replace(pending, marks=None, tokens=pending.tokens.clone()),
             "memory": dict(self.memory),
-            "held": [own(each) for each in self.held],
+            "held": list(self.held),
             "environment": dict(of_environment),
         }
 
@@ -258,8 +281,11 @@ class Dialog:
     def loaded(cls, saved: Mapping[str, Any], chain: TokenChain) -> Dialog:
         """The conversation that :meth:`state_dict` saved."""
         chain.load_state_dict(saved["chain"])
+        chain.transcript.messages = list(saved["messages"])
         own = {name: saved[name] for name in _SAVED}
-        own |= {name: copy.copy(saved[name]) for name in ("messages", "held", "pending", "memory") if name in saved}
+        own |= {name: copy.copy(saved[name]) for name in ("held", "pending", "memory") if name in saved}
+        if (pending := own.get("pending")) is not None:
+            pending.marks = pending.placed()
         return cls(chain=chain, **own)
 
 
@@ -277,11 +303,7 @@ def name_of(opening: Opening, number: int) -> str:
     return f"the conversation of {opening.draw.origin.name}, turn {number}"
 
 
-def own(ended: EndedTurn) -> EndedTurn:
-    """The same turn, with tokens in memory of its own: a pickle of a view holds all that it is a view of."""
-    return replace(ended, turn=_own_turn(ended.turn))
-
-
-def _own_turn(turn: Turn) -> Turn:
-    following = turn.next_prompt
-    return replace(turn, tokens=turn.tokens.clone(), next_prompt=None if following is None else following.clone())
+def packed_dialog(state: Mapping[str, Any]) -> torch.Tensor:
+    """A state of :meth:`Dialog.state_dict` in memory of its own: a pickle of a view holds all that it is a view of."""
+    chain = state["chain"]
+    return packed({**state, "chain": {**chain, "tokens": chain["tokens"].clone()}})

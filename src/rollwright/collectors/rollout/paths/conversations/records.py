@@ -43,9 +43,7 @@ class RecordMaker:
         if self._flat:
             records = [each for row in zip(*made, strict=True) for each in row if each is not None]
             return cast(TensorDictBase, LazyStackedTensorDict(*records, stack_dim=0, stack_dim_name="time"))
-        blank = empty_record(next(each for each in itertools.chain(*made) if each is not None))
-        blank.set(TRAJ_IDS, torch.tensor(-1, device="cpu"))
-        steps = [self._nested([blank if each is None else each for each in turns]) for turns in made]
+        steps = [self._nested(turns) for turns in _filled(made)]
         stacked: Any = LazyStackedTensorDict(*steps, stack_dim=len(self._batch_size), stack_dim_name="time")
         return cast(TensorDictBase, stacked)
 
@@ -54,3 +52,12 @@ class RecordMaker:
         for size in reversed(self._batch_size):
             rows = [LazyStackedTensorDict(*rows[i : i + size], stack_dim=0) for i in range(0, len(rows), size)]
         return rows[0]
+
+
+def _filled(times: list[list[TensorDict | None]]) -> list[list[TensorDict]]:
+    """Records by time and row, with an empty one of the id -1 where a row has none."""
+    if all(each is not None for each in itertools.chain(*times)):
+        return cast(list[list[TensorDict]], times)
+    blank = empty_record(next(each for each in itertools.chain(*times) if each is not None))
+    blank.set(TRAJ_IDS, torch.tensor(-1, device="cpu"))
+    return [[blank if each is None else each for each in turns] for turns in times]

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor, Names, Saved
-from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, EndedTurn, name_of, own
+from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, EndedTurn, name_of, packed_dialog
 from rollwright.collectors.rollout.paths.conversations.failures import Failures
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.turns import FinishReason, Origin
@@ -472,8 +472,8 @@ class Dialogs:
             self._cursor.begin_again(self.go_back(self.mark(), keeps=True))
         states, rows, lost = self._left(waits=waits)
         found = {
-            "dialogs": [packed(state) for state in states],
-            "rows": packed([[own(each) for each in row] for row in rows]),
+            "dialogs": [packed_dialog(state) for state in states],
+            "rows": packed(rows),
             "row_ids": torch.from_numpy(self.row_ids()) if self.started else None,
         }
         return Saved(found, lost, unsaved)
