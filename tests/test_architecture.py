@@ -50,7 +50,7 @@ BUDGETS = {
     "_memory": (290, 290),
     "_processes": (1510, 1570),
     "_processes/network": (1370, 1330),
-    "cli": (2300, 1980),
+    "cli": (2500, 2110),
     "collectors": (2535, 2250),
     "collectors/clusters": (395, 310),
     "collectors/delivery": (1985, 1950),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import gymnasium
 import numpy as np
 import pytest
@@ -144,3 +146,13 @@ def test_sides_take_turns_and_the_order_turns_round():
 
 def test_ratios_are_taken_round_by_round():
     assert ratios([1.0, 20.0, 3.0], [2.0, 40.0, 6.0]) == (0.5, 0.5, 0.5)
+
+
+def test_json_has_the_rates_of_both_sides(run):
+    result = run("bench", "CartPole-v1", "--frames", 200, "--json")
+    assert result.status == 0, result.err
+    found = json.loads(result.out)
+    assert set(found["sides"]) == {"by hand", "collector"}
+    assert found["sides"]["by hand"]["times_by_hand"]["median"] == 1.0
+    assert found["sides"]["collector"]["frames_per_second"]["median"] > 0
+    assert "env" in found["sides"]["collector"]["paths"]

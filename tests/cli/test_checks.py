@@ -9,8 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rollwright.cli import checks
-from rollwright.cli.checks import check_frames
+from rollwright.cli.reading import checks
+from rollwright.cli.reading.checks import check_frames
 from rollwright.collectors import Collector
 from rollwright.data.datasets import load_dataset
 from rollwright.data.layout import split_trajectories, trajectories

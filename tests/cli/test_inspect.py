@@ -174,7 +174,7 @@ def test_wrong_paths(run, tmp_path, dataset):
     (tmp_path / "later" / "dataset.json").write_text(json.dumps(later))
     expected = {
         "missing": "there is no",
-        "empty": "holds neither a dataset.json, a memory-mapped TensorDict nor a replay buffer",
+        "empty": "holds neither a dataset.json, a memory-mapped TensorDict, a replay buffer nor a dataset of Minari",
         "text.pt": "text.pt is damaged, or was not written by torch.save",
         "list.pt": "holds a list, expected a TensorDict",
         "minari": "minari.load_dataset reads it",

@@ -1,4 +1,4 @@
-"""The command line: ``rollwright collect``, ``inspect``, ``bench``, ``join``, ``chat-collect`` and ``chat-check``.
+"""The command line: ``rollwright collect``, ``inspect``, ``watch``, ``bench``, ``join`` and others.
 
 Nothing heavy is imported before the arguments are understood, so that ``--help`` is quick.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +46,7 @@ Side = Callable[[], int]  # collects a batch, returns its number of frames
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure as the arguments specify, and print the table; returns the exit status."""
-    console = Console()
+    console = Console(quiet=arguments.json)
     steps, frames = _sizes(arguments.frames, arguments.num_envs)
     with console.warnings_as_lines(), _one_thread(), ExitStack() as stack:
         env, first_space, action_space = _spaces(arguments)
@@ -67,7 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
         for side in sides.values():
             side()  # what happens once, happens here
         rates = alternate({name: _rate(side, frames) for name, side in sides.items()}, _ROUNDS)
-        _print(rates, {name: collector.stats()["paths"] for name, collector in collectors.items()})
+        paths = {name: collector.stats()["paths"] for name, collector in collectors.items()}
+        if arguments.json:
+            print(json.dumps(_report(arguments, rates, paths), indent=2))
+        else:
+            _print(rates, paths)
     return 0
 
 
@@ -188,6 +193,21 @@ def _hand(
 
 
 # The report -------------------------------------------------------------------------------------------
+
+
+def _report(
+    arguments: argparse.Namespace, rates: Mapping[str, list[float]], paths: Mapping[str, Mapping[str, str]]
+) -> dict[str, Any]:
+    """Medians and quartiles, as JSON knows them."""
+    sides = {
+        name: {
+            "frames_per_second": summary(values)._asdict(),
+            "times_by_hand": summary(ratios(values, rates["by hand"]))._asdict(),
+            "paths": dict(paths.get(name, {})),
+        }
+        for name, values in rates.items()
+    }
+    return {"env": arguments.env_id, "num_envs": arguments.num_envs, "rounds": _ROUNDS, "sides": sides}
 
 
 def _print(rates: Mapping[str, list[float]], paths: Mapping[str, Mapping[str, str]]) -> None:

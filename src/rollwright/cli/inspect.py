@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollwright.cli.chat.view import inspect_trace
-from rollwright.cli.checks import Finding, check_frames
 from rollwright.cli.errors import Failure, plain
-from rollwright.cli.opening import Found, open_frames
+from rollwright.cli.reading.checks import Finding, check_frames
+from rollwright.cli.reading.opening import Found, open_frames
+from rollwright.cli.reading.page import page_of
 from rollwright.data.datasets import Episodes, Summary, summarize
 from rollwright.data.llm.trace import Trace
 from rollwright.errors import MissingExtraError, require
@@ -39,6 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(_text(report, summary)))
         if arguments.check:
             print("\n".join(_check_lines(findings)))
+    if arguments.html is not None:
+        tested = findings if arguments.check else None
+        page = page_of(str(arguments.path), _heading(report), summary, found.in_order(), tested)
+        try:
+            arguments.html.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise Failure(f"--html: cannot write {str(arguments.html)!r}: {plain(error)}") from error
+        if not arguments.json:
+            print(f"\npage: {arguments.html}")
     if arguments.plot is not None:
         rows = 1 if frames is None else frames.batch_size[:-1].numel()
         _draw(arguments.plot, str(arguments.path), summary.ended, rows)

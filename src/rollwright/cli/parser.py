@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import rollwright
 
@@ -88,6 +90,19 @@ thread, and store the same entries. They take turns, and the table has medians; 
 """
 
 
+_WATCH = """\
+Show an environment with a policy, or the images of a dataset.
+
+With --output, a video is written. Without it, the environment draws into a window, where there is a display. Policies
+act without exploring.
+"""
+
+_WATCH_EXAMPLE = """\
+example:
+  rollwright watch CartPole-v1 --policy my_policies:make_policy --output cartpole.gif
+  rollwright watch runs/pong --output pong.mp4
+"""
+
 _JOIN = """\
 Run workers of a collector that is elsewhere, until it ends.
 
@@ -97,6 +112,18 @@ rollwright, and this machine what the environment and the policy import.
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the most similar command or option where one is misspelt."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, and exit."""
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if wrong is not None:
+            near = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), 1)
+            message += f". Did you mean {near[0]!r}?" if near else ""
+        super().error(message)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line.
 
@@ -104,10 +131,10 @@ def build_parser() -> argparse.ArgumentParser:
         >>> build_parser().parse_args(["collect", "CartPole-v1", "--frames", "2e4"]).frames
         20000
     """
-    parser = argparse.ArgumentParser(prog="rollwright", description="Collects experience for reinforcement learning.")
+    parser = _Parser(prog="rollwright", description="Collects experience for reinforcement learning.")
     parser.add_argument("--version", action="version", version=f"rollwright {rollwright.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_collect, _add_inspect, _add_bench, _add_join, _add_chat_collect, _add_chat_check):
+    for add in (_add_collect, _add_inspect, _add_watch, _add_bench, _add_join, _add_chat_collect, _add_chat_check):
         add(commands)
     return parser
 
@@ -167,6 +194,9 @@ def _add_inspect(commands: Any) -> None:
         "--check", action="store_true", help="test every frame; the status is 1 where something is wrong"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw returns and lengths into a picture")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page that shows it, which needs nothing else"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--allow-pickle", action="store_true", help="load pickled objects, which can run any code: if you trust PATH"
@@ -224,6 +254,23 @@ def _add_bench(commands: Any) -> None:
     add("--frames", type=_count, default=20_000, metavar="N", help="frames of each way (default 20000)")
     add("--env-kwargs", type=_json_object, default={}, metavar="JSON", help="arguments for the environment")
     add("--compile", action="store_true", help="measure a collector with compile_policy=True, too")
+    add("--json", action="store_true", help="print JSON")
+
+
+def _add_watch(commands: Any) -> None:
+    about = "show an environment or a dataset, in a window or as a video"
+    add = _command(commands, "watch", about, _WATCH, _WATCH_EXAMPLE).add_argument
+    add("what", metavar="ENV_ID|DATASET", help="id of an environment, a dataset with images, or minari:NAME")
+    add("--policy", default="random", metavar="POLICY", help="random, MODULE:FACTORY or FILE.pt2, see collect --help")
+    add(
+        "--output", type=Path, metavar="FILE", help="an .mp4 or .gif file (default: a window, where there is a display)"
+    )
+    add("--episodes", type=_count, default=1, metavar="N", help="episodes to show (default 1)")
+    add("--max-frames", type=_count, default=1000, metavar="N", help="frames of an episode at most (default 1000)")
+    add("--fps", type=_count, metavar="N", help="frames per second (default: what the environment says, or 30)")
+    add("--seed", type=_seed, metavar="S", help="of environment and policy (default: drawn)")
+    add("--env-kwargs", type=_json_object, default={}, metavar="JSON", help="arguments for the environment")
+    add("--categorical-actions", action="store_true", help="discrete actions as integers, not one-hot")
 
 
 def _add_join(commands: Any) -> None:

@@ -32,8 +32,8 @@ def table_of(entries: list[dict[str, Any]]) -> list[str]:
     rows = [("entry", "shape", "dtype", "size")]
     for entry in entries:
         shape = "varies" if entry["dtype"] == "varies" else str(entry["shape"] or "-")
-        rows.append((".".join(entry["key"]), shape, entry["dtype"], _size(entry["bytes"])))
-    rows.append(("total", "", "", _size(sum(entry["bytes"] for entry in entries))))
+        rows.append((".".join(entry["key"]), shape, entry["dtype"], size_of(entry["bytes"])))
+    rows.append(("total", "", "", size_of(sum(entry["bytes"] for entry in entries))))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return [
         f"{key:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>{widths[3]}}"
@@ -41,10 +41,10 @@ def table_of(entries: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _size(num_bytes: int) -> str:
+def size_of(num_bytes: int) -> str:
     """A number of bytes for people.
 
-    >>> _size(999), _size(1_500), _size(2_000_000)
+    >>> size_of(999), size_of(1_500), size_of(2_000_000)
     ('999 B', '1.5 kB', '2.0 MB')
     """
     if num_bytes < 1000:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -45,10 +45,10 @@ def load_minari(source: str | Path, *, categorical_actions: bool = False) -> Ten
         ValueError: it holds no episode, or entries that are no tensors.
     """
     dataset = _open(source)
-    pieces = [_frames(episode, dataset, categorical_actions) for episode in dataset.iterate_episodes()]
+    pieces: list[Any] = [_frames(episode, dataset, categorical_actions) for episode in dataset.iterate_episodes()]
     if not pieces:
         raise ValueError(f"{source}: this Minari dataset holds no episode.")
-    frames: TensorDictBase = torch.cat(pieces)
+    frames = cast("TensorDictBase", torch.cat(pieces))
     frames.names = ["time"]
     return frames
 

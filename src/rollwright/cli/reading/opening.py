@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from rollwright._keys import NestedKey, as_tuple, leaf_keys
+from rollwright._video import as_frames
 from rollwright.cli.errors import Failure, plain
 from rollwright.data.datasets import describe_dataset, load_dataset
 from rollwright.data.datasets.description import COMPACT, DESCRIPTION, FRAMES
@@ -145,3 +147,22 @@ def _order(frames: TensorDictBase) -> NDArray[np.int64] | None:
     _, first, which = np.unique(values, return_index=True, return_inverse=True)
     order = np.argsort(first[which], kind="stable")
     return None if bool((order == np.arange(len(order))).all()) else order
+
+
+# Images
+
+
+def image_key(frames: TensorDictBase) -> NestedKey | None:
+    """The entry at the root that holds images, uint8 ``[*env, T, H, W, C]`` or ``[*env, T, C, H, W]``."""
+    for key in sorted(leaf_keys(frames), key=lambda key: ("pixels" not in as_tuple(key), as_tuple(key))):
+        value: Any = frames.get(key) if as_tuple(key)[0] != "next" else None
+        is_image = isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == frames.ndim + 3
+        if is_image and {value.shape[-1], value.shape[-3]} & {1, 3}:
+            return key
+    return None
+
+
+def images_of(row: TensorDictBase, key: NestedKey) -> Any:
+    """Images of frames ``[T]`` as uint8 ``[T, H, W, 3]``."""
+    value = row.get(key)
+    return as_frames("frames", value.movedim(-1, 1) if value.shape[-1] in (1, 3) else value)

@@ -1,0 +1,1 @@
+"""What ``inspect`` and ``watch`` do with datasets: open, check, and show them."""
