@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollwright.envs.llm import ChatEnv, Toolset
+from rollwright.envs.llm import AgentEnv, ChatEnv, Toolset
 from rollwright.testing.chat_checks import check_chat_env
 
 ROWS = [{"query": f"Guess {n}", "number": n} for n in range(3)]
@@ -157,6 +157,13 @@ def test_a_chat_env_with_tools_is_run_as_it_is() -> None:
         (False, "the tool 'broken': Error: LookupError: a")
     ]
     assert report.conversations == 8
+
+
+def test_programs_that_ask_by_themselves_are_refused() -> None:
+    def agent(row: Any, base_url: str, api_key: str) -> None: ...
+
+    with pytest.raises(ValueError, match=r"env: expected a class with a method reply, .* got AgentEnv, whose programs"):
+        check_chat_env(lambda: AgentEnv.from_dataloader([{"question": "a"}], agent))
 
 
 def test_answers_may_be_given() -> None:

@@ -89,6 +89,9 @@ def check_chat_env(
         max_turns: answers in a conversation at most.
         timeout_s: seconds that a reply may take.
 
+    Raises:
+        ValueError: it is an ``AgentEnv``, whose programs ask by themselves.
+
     Example:
         >>> class Guess:
         ...     def __init__(self, row):
@@ -143,6 +146,12 @@ def _maker(env: Any, rows: Sequence[Mapping[str, Any]], max_turns: int, timeout_
             made = None
         if isinstance(made, ConversationEnv):
             found = made.conversations
+            if found.dialogue.opens:
+                made.close()
+                raise ValueError(
+                    f"env: expected a class with a method reply, a ChatEnv or an LLMEnv, got {type(made).__name__}, "
+                    "whose programs ask by themselves. Run it with an LLMCollector and a small model."
+                )
             drawn = list(_first_rows(found.source))
             alone = [reward for reward in found.rewards if reward.per == "conversation"]
             made.close()

@@ -237,10 +237,13 @@ def test_rewards_are_returned_posted_and_of_functions():
         assert [message["role"] for message in completions[0]] == ["user", "user", "assistant"]
         return [10.0 for _ in number]
 
-    made, _ = collector(agent, rows=2, slots=2, env={"reward_functions": function}, trajs_per_batch=2)
+    options = {"reward_functions": function, "columns": ["number"]}
+    made, _ = collector(agent, rows=2, slots=2, env=options, trajs_per_batch=2)
     with made:
-        for turns in records(made).values():
+        for number, turns in records(made).items():
             assert [one["next", "reward"].item() for one in turns] == [0.75, 0.0, 16.0]
+            assert [one["next", "rewards", "function"].item() for one in turns] == [0.0, 0.0, 10.0]
+            assert [one["columns", "number"] for one in turns] == [number] * 3
 
 
 @pytest.mark.parametrize("streams", [True, False])

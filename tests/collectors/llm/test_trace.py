@@ -110,6 +110,24 @@ def test_conversations_that_are_dropped_are_there_and_those_that_go_on(tmp_path)
     assert sorted(set(ends)) == ["dropped", "terminated"]
 
 
+def even(batch):
+    return int(batch["group_id"][0]) % 2 == 0 or "odd"
+
+
+@pytest.mark.parametrize("more", [{}, {"async_envs": False}, {"num_collectors": 2}])
+def test_groups_that_are_filtered_are_there_with_the_reason(more, tmp_path):
+    options = {"groups_per_batch": 1, "keep_group": even, "max_oversampling": 20, "trace": tmp_path, **more}
+    with LLMCollector(ENV, policy_factory=FakePolicy, **options) as collector:
+        found = rows_of(collector)
+    conversations = Trace.read(tmp_path).conversations
+    assert len(conversations) == 24
+    for each in conversations:
+        kept = each.origin.group % 2 == 0
+        assert (each.end, each.why) == (("terminated", "") if kept else ("filtered", "odd"))
+        assert bool(each.turns)
+        assert kept == ((each.origin.index, each.origin.epoch, each.origin.repeat, 0) in found)
+
+
 FAILING = {
     "turns": {"dialog_turns_per_batch": 8},
     "stream": {"dialog_turns_per_batch": 5, "async_envs": True},

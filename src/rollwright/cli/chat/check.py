@@ -24,7 +24,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     rows = [{"query": "2 + 2?"}] if arguments.data is None else _lines(arguments.data, "--data", dict)
     answers = [] if arguments.answers is None else _lines(arguments.answers, "--answers", str)
-    report = check_chat_env(env, rows, answers=answers, max_turns=arguments.max_turns)
+    try:
+        report = check_chat_env(env, rows, answers=answers, max_turns=arguments.max_turns)
+    except ValueError as error:
+        raise Failure(plain(error).replace("env:", "ENV:", 1)) from error
     wrong = sum(finding.is_error for finding in report.findings)
     if arguments.json:
         print(json.dumps(asdict(report), indent=2))

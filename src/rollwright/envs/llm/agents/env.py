@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class AgentEnv(ConversationEnv):
         epochs: int | None = None,
         seed: int = 0,
         primers: Composite | None = None,
+        columns: Sequence[str] = (),
         device: torch.device | str | None = None,
     ) -> AgentEnv:
         """An environment on a dataset.
@@ -97,7 +98,8 @@ class AgentEnv(ConversationEnv):
             shuffle: another order in each epoch, for map-style datasets.
             epochs: how often the dataset is read; None: without an end.
             seed: of order and samples; ``set_seed`` replaces it.
-            primers: specs of columns of the dataset that are observations, too.
+            primers: specs of columns of the dataset that are observations and parts of records, as tensors.
+            columns: of the dataset, that observations and records have at ``("columns", name)``, as they are.
             device: of the tensors.
 
         Raises:
@@ -134,5 +136,6 @@ class AgentEnv(ConversationEnv):
             template=template_kwargs,
             rewards=reward_functions,
             dialogue=Dialogue(host, max_turns, reply_timeout_s, opens=True),
+            columns=columns,
         )
         return cls(conversations, tokenizer, primers=primers, device=device)

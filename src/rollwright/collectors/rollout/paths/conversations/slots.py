@@ -270,7 +270,8 @@ class Dialogs:
             return
         if dialog.pending is not None:
             trace.turn(dialog.failed(self._engine, self._like).turn, dialog.id, seed=dialog.seed, total=dialog.total)
-        trace.end(dialog.opening.draw.origin, "failed", str(error))
+        if self._failures.on_error != "drop":  # else it is written where it is left out
+            trace.end(dialog.opening.draw.origin, "failed", str(error))
 
     def _rewound(self, dialog: Dialog, *, far: bool = False) -> Dialog | None:
         """A conversation that failed as it was before, in its slot; None: it cannot be.
