@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 
 import pytest
 import torch
 
-from rollwright.data.transcript import Part, ReceivedTranscripts, SentTranscripts, Text, Transcript
+from rollwright._memory import Segment
+from rollwright.collectors.workers.memory import Packer, unpack
+from rollwright.data.transcript import Part, ReceivedTranscripts, SentGrowth, SentTranscripts, Text, Transcript
 
 
 def grown(transcript: Transcript, tokens: int) -> None:
@@ -17,6 +20,14 @@ def grown(transcript: Transcript, tokens: int) -> None:
     transcript.texts.append("x" * tokens)
     transcript.messages.append({"role": "user", "content": str(tokens)})
     transcript.mark().settle()
+
+
+def sent_of(sent: SentTranscripts, transcript: Transcript) -> SentGrowth:
+    """What one message has of a transcript."""
+    sent.begin()
+    growth = sent.growth(transcript)
+    sent.finish()
+    return growth
 
 
 def test_views_stay_as_they_were() -> None:
@@ -61,7 +72,7 @@ def test_what_was_sent_is_not_sent_again() -> None:
     sizes = []
     for _ in range(100):
         grown(transcript, 50)
-        growth = pickle.loads(pickle.dumps(sent.growth(transcript)))
+        growth = pickle.loads(pickle.dumps(sent_of(sent, transcript)))
         sizes.append(len(growth.growth.tokens))
         found = received.grown(growth)
         assert received.grown(growth) is found
@@ -73,16 +84,27 @@ def test_what_was_sent_is_not_sent_again() -> None:
 def test_what_is_gone_is_let_go_and_a_gap_is_an_error() -> None:
     sent, received = SentTranscripts(), ReceivedTranscripts()
     first, other = Transcript(torch.arange(3)), Transcript(torch.arange(4))
-    received.grown(sent.growth(first))
-    missed = sent.growth(other)
+    received.grown(sent_of(sent, first))
+    missed = sent_of(sent, other)
     grown(other, 2)
     with pytest.raises(ValueError, match=r"expected what follows \(0, 0, 0\)"):
-        received.grown(sent.growth(other))
+        received.grown(sent_of(sent, other))
     del first
     gc.collect()
-    again = sent.growth(Transcript(torch.arange(2)))
+    again = sent_of(sent, Transcript(torch.arange(2)))
     received.grown(again)
     assert list(again.gone) == [0]
     assert missed.growth.tokens.tolist() == [0, 1, 2, 3]
     restarted = SentTranscripts()  # of another process, whose numbers begin again
-    assert received.grown(restarted.growth(other)).size == 6
+    assert received.grown(sent_of(restarted, other)).size == 6
+
+
+def test_what_a_message_was_to_say_that_failed_is_said_again() -> None:
+    segments = (Segment(), Segment())
+    packer, received, transcript = Packer(segments), ReceivedTranscripts(), Transcript(torch.arange(5))
+    with pytest.raises(TypeError):
+        packer.pack([transcript, threading.Lock()])
+    found = unpack(packer.pack([transcript]), segments, received)[0]
+    grown(transcript, 3)
+    assert unpack(packer.pack([transcript, transcript]), segments, received)[1] is found
+    assert found.tokens(8).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]

@@ -251,18 +251,31 @@ class SentTranscripts:
         self._sent: weakref.WeakKeyDictionary[Transcript, tuple[int, tuple[int, int, int]]] = (
             weakref.WeakKeyDictionary()
         )
+        self._now: dict[Transcript, tuple[int, tuple[int, int, int]]] = {}  # of the message that is being made
         self._gone: list[int] = []
+        self._num_gone = 0  # of them, those that the message says
+
+    def begin(self) -> None:
+        """A message is made; what another one has said that was never finished is said again."""
+        self._now, self._num_gone = {}, len(self._gone)
 
     def growth(self, transcript: Transcript) -> SentGrowth:
-        """What is new of a transcript, which is to be sent now."""
+        """What is new of a transcript, for the message."""
         known = self._sent.get(transcript)
         if known is None:
-            known = next(self._numbers), (0, 0, 0)
+            known = self._sent[transcript] = next(self._numbers), (0, 0, 0)
             weakref.finalize(transcript, self._gone.append, known[0]).atexit = False
         number, start = known
-        self._sent[transcript] = number, transcript.final
-        gone = [self._gone.pop() for _ in range(len(self._gone))]
+        gone = () if self._now else tuple(self._gone[: self._num_gone])
+        self._now[transcript] = number, transcript.final
         return SentGrowth(self._name, number, transcript.since(start), gone)
+
+    def finish(self) -> None:
+        """The message is complete, and will be sent."""
+        if self._now:
+            del self._gone[: self._num_gone]
+        self._sent.update(self._now)
+        self._now = {}
 
 
 class ReceivedTranscripts:

@@ -208,6 +208,7 @@ class Packer:
         """Pack anything; tensors are copied once."""
         place, self._next = self._next, 1 - self._next
         stream = io.BytesIO()
+        self._sent.begin()
         pickler = _Pickler(stream, self._sent)
         pickler.dump(value)
         pickled, start = stream.getbuffer(), pickler.num_bytes
@@ -216,6 +217,7 @@ class Packer:
         memory = self._segments[place].map(0, packed.num_bytes)
         memory[start:] = pickled
         pickler.write_tensors(memory)
+        self._sent.finish()
         return packed
 
 

@@ -169,7 +169,8 @@ class Turn:
         if self.next_prompt is None:
             return Marks(prompt, answer, Mark(own, 0, 0, len(messages)))
         jumps = self.next_messages is not None
-        following = Transcript(self.next_prompt, [self.next_prompt_text], self.next_messages if jumps else messages)
+        chat = messages if self.next_messages is None else self.next_messages
+        following = Transcript(self.next_prompt, [self.next_prompt_text], chat)
         return Marks(prompt, answer, following.mark(), jumps)
 
     def __getstate__(self) -> dict[str, Any]:
