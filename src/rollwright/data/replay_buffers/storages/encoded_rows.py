@@ -182,7 +182,8 @@ class PrivateRows(EncodedRows):
     @property
     def num_bytes(self) -> int:
         """See :attr:`EncodedRows.num_bytes`."""
-        return sum(map(len, list(self._rows.values())))
+        elements, _, _ = self.with_before(list(self._rows))
+        return sum(map(len, elements))
 
 
 class _Row:
