@@ -121,6 +121,18 @@ def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(run, spawn, cha
     assert len(texts(tmp_path / "run")) == 2 * PROMPTS
 
 
+def test_a_terminal_shows_how_it_stands_and_the_last_conversation(run, chat, tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    result = run(*chat(tmp_path / "run", "--seed", 3))
+    assert result.status == 0, result.err
+    assert re.search(r"28 / 28, [\d,]+ tokens/s, mean reward \d", result.out)
+    said = [turns[-1] for turns in texts(tmp_path / "run").values()]
+    assert any(f"\x1b[1;32m{text}" in result.out for text in said)
+    assert "\x1b[2msay " in result.out
+
+
 def test_what_is_asked_wrongly_is_named(run, chat, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     common = ["chat-collect", "--output", tmp_path / "run"]

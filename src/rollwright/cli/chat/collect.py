@@ -17,6 +17,7 @@ import torch
 from rich.text import Text
 
 from rollwright._progress import count
+from rollwright.cli.chat.view import READ, SAMPLED
 from rollwright.cli.console import Console
 from rollwright.cli.errors import Failure, brief, plain
 from rollwright.cli.interrupts import SignalInterrupts
@@ -268,8 +269,9 @@ class _Run:
         row = self._last
         if row is None:
             return Text()
-        text = Text(row["text", "prompt"][-600:], style="dim")
-        text.append(row["text", "response"], style="bold green")
+        text = Text()
+        text.append(row["text", "prompt"][-600:], style=READ)
+        text.append(row["text", "response"], style=SAMPLED)
         lines = text.split("\n")
         return Text("\n").join(lines[-_LINES_BELOW:])
 
