@@ -204,6 +204,22 @@ def versions(case: EngineCase) -> None:
     engine.close()
 
 
+def prefixes(case: EngineCase) -> None:
+    """A prompt that begins after an update reads nothing that earlier weights have computed, also beside others."""
+    engine = case.engine(max_new_tokens=8)
+    prompt = torch.arange(case.max_length) % engine.vocab_size
+    for version, weights in enumerate((case.model, case.other)):
+        engine.submit([Request("beside", prompt[:3], version)])
+        engine.update_weights(weights, version)
+        for seed in range(2):
+            request = Request(seed, prompt, seed)
+            (done,) = engine.generate([request])
+            error = _difference(weights, request, done, engine.sampling)
+            _expect(error < case.tolerance, f"log-probabilities of the weights of version {version}", error)
+        _all(engine, 1)
+    engine.close()
+
+
 def wrong_weights(case: EngineCase) -> None:
     """Weights that do not fit are refused, and the old ones stay."""
     engine = case.engine()

@@ -9,6 +9,7 @@
 ``refusals``           wrong requests are refused whole, by name
 ``ends``               a response ends at the first token or string that ends it
 ``versions``           each token has the version of the weights that sampled it
+``prefixes``           a prompt that begins after an update reads nothing that earlier weights have computed
 ``wrong_weights``      weights that do not fit are refused, and the old ones stay
 ``updates_in_flight``  updates at random moments lose nothing, and each token is of the version that it says
 ``updates_that_wait``  updates between responses: each response is of one version

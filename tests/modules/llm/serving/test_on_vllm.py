@@ -25,7 +25,7 @@ from rollwright.modules.llm import AsyncVLLM, Replicas, Request, Sampling, vLLMW
 from rollwright.testing.engines import ENGINE_CHECKS, EngineCase
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-ARGS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128}
+ARGS: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "block_size": 16}
 ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "OMP_NUM_THREADS": "1",
@@ -80,8 +80,16 @@ def address(folder: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--enable-scale-out"]
-    arguments += ["--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1", "--port", str(port)]
+    arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--block-size", "16"]
+    arguments += [
+        "--enable-scale-out",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *arguments]
     server = subprocess.Popen(program, env={**os.environ, **ENV}, start_new_session=True)
     try:
