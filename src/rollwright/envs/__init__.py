@@ -69,6 +69,7 @@ from rollwright.envs.transforms import (
     UnsqueezeTransform,
     VecNorm,
     VecNormV2,
+    VideoRecorder,
     register_array_form,
 )
 from rollwright.envs.utils import (
@@ -142,6 +143,7 @@ __all__ = [
     "UnsqueezeTransform",
     "VecNorm",
     "VecNormV2",
+    "VideoRecorder",
     "VmasEnv",
     "VmasWrapper",
     "check_env_specs",

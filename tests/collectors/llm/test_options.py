@@ -264,6 +264,11 @@ def test_verbose_logs_a_line_for_each_batch(build, caplog):
     ]
 
 
+def test_progress_is_in_turns(build, capfd):
+    list(build(2, dialog_turns_per_batch=2, total_dialog_turns=4, progress=True))
+    assert "LLMCollector: 4 / 4 turns, " in capfd.readouterr().err.splitlines()[-1]
+
+
 def test_parts_can_be_reached(build):
     collector = build(2, dialog_turns_per_batch=2)
     assert collector.getattr_env("conversations") is collector.env.conversations

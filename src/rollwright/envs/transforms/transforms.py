@@ -48,6 +48,7 @@ from rollwright.envs.transforms import (
     UnsqueezeTransform,
     VecNorm,
     VecNormV2,
+    VideoRecorder,
     register_array_form,
 )
 from rollwright.envs.transforms.base import map_spec
@@ -93,6 +94,7 @@ __all__ = [
     "UnsqueezeTransform",
     "VecNorm",
     "VecNormV2",
+    "VideoRecorder",
     "register_array_form",
 ]
 
