@@ -90,18 +90,19 @@ def test_groups_are_complete_or_say_what_failed(streams, on_error, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
+@pytest.mark.filterwarnings("ignore:LLMCollector ends without a batch")  # all that were begun have failed
 def test_a_hundred_rounds(tmp_path):
     draw, tally = random.Random(0), {"delivered": 0, "failed": 0, "longest": 0.0}
     for number in range(100):
         folder = tmp_path / str(number)
         folder.mkdir()
         on_error = draw.choice(["mask", "drop"])
-        options = {"rows": 4, "seed": number, "weights": [4, 4, 2, 1], "limit_s": patient(3.0)}
+        options = {"rows": 4, "seed": number, "weights": [5, 4, 2, 1], "limit_s": 4.0}
         found, stats, seconds = storm(folder, streams=draw.random() < 0.5, on_error=on_error, **options)
         seen, failed = check(found, stats, 4, on_error)
         tally["delivered"] += seen - failed * (on_error == "mask")
         tally["failed"] += failed
         tally["longest"] = max(tally["longest"], seconds)
-    print(tally)
+        print(number + 1, tally, flush=True)
     assert tally["failed"] > 100
     assert tally["delivered"] + tally["failed"] == 800
