@@ -79,6 +79,7 @@ class Collector(BaseCollector):
         torch.Size([64]) ['time'] torch.Size([64, 1])
     """
 
+    also_local: tuple[str, ...] = ()  # options of collectors with workers that this one has in one process, too
     _has_warned_of_unsaved = False
 
     # mypy reads __new__ and not the inherited __init__; pyright reads both, for subclasses too, and needs the last one.

@@ -159,6 +159,11 @@ class DataCursor:
     is_over: bool = False
     offers_again: bool = False
 
+    @property
+    def versions(self) -> Mapping[Any, int]:
+        """Of the weights when conversations were begun that were not delivered, by where they come from."""
+        return {}
+
     def keep_place(self) -> None:
         """:meth:`place` is asked for at any time from now on, and what is in progress is kept for it."""
 

@@ -112,7 +112,8 @@ def local_options(options: Mapping[str, Any], owner: type) -> dict[str, Any]:
             f"workers; got {name}={options[name]!r}. Call {known} itself, or subclass a collector with workers, such "
             "as MultiSyncCollector."
         )
-    alien = [name for name in names_of(WorkerOptions) if name in options and name not in ("sync", "backend")]
+    also: tuple[str, ...] = getattr(owner, "also_local", ())
+    alien = [name for name in names_of(WorkerOptions) if name in options and name not in ("sync", "backend", *also)]
     if alien:
         raise TypeError(
             f"{alien[0]}: expected num_collectors= beside it, which makes the workers that it is for; got it for a "

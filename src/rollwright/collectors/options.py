@@ -219,6 +219,8 @@ class CollectorOptions:
     trace: ClassVar[str | None] = None
     keep_group: ClassVar[Any] = None
     max_oversampling: ClassVar[float] = 10.0
+    max_policy_lag: ClassVar[int | None] = None
+    policy_lag: ClassVar[Literal["wait", "drop"]] = "wait"
     delivery_order: ClassVar[Literal["completion", "data"]] = "completion"
     on_error: ClassVar[Literal["raise", "drop", "mask"]] = "raise"
     max_retries: ClassVar[int] = 0
@@ -295,6 +297,11 @@ class CollectorOptions:
         return self.trajs_per_batch is not None or self.groups_per_batch is not None
 
     @property
+    def most_in_progress(self) -> int | None:
+        """See :attr:`ConversationOptions.most_in_progress`."""
+        return None
+
+    @property
     def in_stream(self) -> bool:
         """Whether turns of conversations are taken in the order in which they end."""
         return self.delivers_whole if self.async_envs is None else self.async_envs
@@ -326,6 +333,8 @@ class ConversationOptions(CollectorOptions):
         trace: folder that conversations are written into.
         keep_group: decides which complete groups are delivered.
         max_oversampling: groups that are taken for each that is delivered, at most.
+        max_policy_lag: versions that the oldest token may be behind at delivery, in one process; None: any number.
+        policy_lag: how that is kept.
         delivery_order: of complete conversations and groups.
         on_error: what becomes of a conversation that fails.
         max_retries: how often it is tried again before.
@@ -344,10 +353,19 @@ class ConversationOptions(CollectorOptions):
     trace: str | None = None  # type: ignore[misc]
     keep_group: Callable[[TensorDictBase], bool | str | None] | None = None  # type: ignore[misc]
     max_oversampling: float = 10.0  # type: ignore[misc]
+    max_policy_lag: Annotated[int | None, whole(0)] = None  # type: ignore[misc]
+    policy_lag: Literal["wait", "drop"] = "wait"  # type: ignore[misc]
     delivery_order: Literal["completion", "data"] = "completion"  # type: ignore[misc]
     on_error: Literal["raise", "drop", "mask"] = "raise"  # type: ignore[misc]
     max_retries: Annotated[int, whole(0)] = 0  # type: ignore[misc]
     max_failures: Annotated[int, whole(1)] = 32  # type: ignore[misc]
+
+    @property
+    def most_in_progress(self) -> int | None:
+        """Groups (or conversations, where those are delivered) that may be begun and not delivered; None: any."""
+        if self.max_policy_lag is None:
+            return None
+        return (self.max_policy_lag + 1) * (self.groups_per_batch or self.trajs_per_batch or 1)
 
     @property
     def stores_rows(self) -> bool:

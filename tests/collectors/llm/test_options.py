@@ -60,7 +60,7 @@ class Uuids:
         ({"dialog_turns_per_batch": 1, "postproc": 1}, TypeError, "postproc"),
         ({"dialog_turns_per_batch": 1, "weight_updater": 1}, TypeError, "weight_updater"),
         ({"dialog_turn_per_batch": 1}, TypeError, "Did you mean 'dialog_turns_per_batch'"),
-        ({"dialog_turns_per_batch": 1, "max_policy_lag": 1}, TypeError, "max_policy_lag: expected num_collectors="),
+        ({"dialog_turns_per_batch": 1, "max_restarts": 1}, TypeError, "max_restarts: expected num_collectors="),
         ({"dialog_turns_per_batch": 1, "policy_factory": FakePolicy}, TypeError, "policy and policy_factory"),
     ],
 )

@@ -431,6 +431,10 @@ class GroupAssembler(TrajectoryAssembler):
         complete = [*self._groups.copy(), *self._next.copy()]
         return [trajectory for group in complete for trajectory in group] + early + waiting
 
+    def choose(self, choice: Callable[[list[list[Trajectory]]], list[list[Trajectory]]]) -> None:
+        """Put the groups that are to be delivered in another order, or take some out."""
+        self._groups = deque(choice(list(self._groups)))
+
     def pop(self, n: int) -> list[Trajectory]:
         """The conversations of the ``n`` groups that are next, group after group."""
         return [trajectory for _ in range(n) for trajectory in self._groups.popleft()]
@@ -441,6 +445,15 @@ class GroupAssembler(TrajectoryAssembler):
         for found in popped:
             groups.setdefault(self._name_of(found), []).append(found)
         self._groups.extendleft(reversed(groups.values()))
+
+
+def oldest_version(found: Trajectory) -> int:
+    """Of the weights that sampled the first token of a conversation, which is its oldest."""
+    piece = found.pieces[0]
+    first: Any = piece.frames.rows(piece.start, piece.start + 1)[0]
+    flat = first.get("tokens_policy_version", None)
+    versions = first.get(("tokens", "policy_version")) if flat is None else flat
+    return int(versions[0]) if len(versions) else int(first.get("policy_version"))
 
 
 def origin_of(found: Trajectory) -> Origin:

@@ -13,7 +13,14 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collecti
 from rollwright._keys import NestedKey, is_private, key_str
 from rollwright._warnings import warn_user
 from rollwright.collectors.core import Delivery, NothingLeft, never
-from rollwright.collectors.delivery.assembler import GroupAssembler, Trajectory, TrajectoryAssembler, group_sizes
+from rollwright.collectors.delivery.assembler import (
+    GroupAssembler,
+    Trajectory,
+    TrajectoryAssembler,
+    group_sizes,
+    oldest_version,
+    origin_of,
+)
 from rollwright.collectors.delivery.rows import RowRange, as_trajectories, common_keys, copied, pad
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.paths.stages import IDS
@@ -48,9 +55,10 @@ def make_assembler(rollout: Rollout) -> TrajectoryAssembler | None:
     options, rows = rollout.options, rollout.num_rows
     if not options.delivers_whole:
         return None
-    if options.groups_per_batch is None and options.delivery_order == "completion":
+    if options.groups_per_batch is None and options.delivery_order == "completion" and options.max_policy_lag is None:
         return TrajectoryAssembler(rows)
     _check_repeats(rollout)
+    _check_lag(rollout)
     sizes, order = group_sizes(rollout.env, rollout.cursor), None
     if options.delivery_order == "data":
         source = getattr(getattr(rollout.env, "conversations", None), "source", None)
@@ -61,6 +69,22 @@ def make_assembler(rollout: Rollout) -> TrajectoryAssembler | None:
             )
         order = source.undelivered
     return GroupAssembler(rows, sizes, alone=options.groups_per_batch is None, order=order)
+
+
+def _check_lag(rollout: Rollout) -> None:
+    """Test that a group can be complete before more of them are begun than the bound on their age allows.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    options, source = rollout.options, getattr(getattr(rollout.env, "conversations", None), "source", None)
+    turns, most = getattr(source, "interleave", 1), options.most_in_progress
+    if most is not None and options.groups_per_batch is not None and turns > most:
+        raise ValueError(
+            f"max_policy_lag={options.max_policy_lag}: expected at most {most} prompts that take turns, as many groups "
+            f"as may be in progress with groups_per_batch={options.groups_per_batch}, got {turns}: none would be "
+            "complete in time. Pass group_repeats=True to the environment, or a larger bound."
+        )
 
 
 def _check_repeats(rollout: Rollout) -> None:
@@ -107,6 +131,8 @@ class RolloutDelivery(Delivery):
         self._left_out: set[NestedKey] = set()
         self._delivered_trajectories = self._warned_of_end = False
         self._kept = self._filtered = 0  # groups since the last delivery
+        self._ages: dict[tuple[int, int], int] = {}  # versions of groups that are in progress,
+        self._complete_ages: list[int] = []  # and of those that are complete, in order
 
     def ready(self) -> bool:
         """Whether there is something to deliver; it may take rollouts to know."""
@@ -255,6 +281,23 @@ class RolloutDelivery(Delivery):
             self.rollout.cursor.filtered([each.id for each in group], reason)
             self._filtered += 1
         return kept
+
+    def _by_age(self, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+        """Complete groups that are not too old, the oldest first; and note the ages of these and of all others."""
+        options, cursor = self.rollout.options, self.rollout.cursor
+        first = self.rollout.acting.version - (options.max_policy_lag or 0)
+        aged = [(min(map(oldest_version, group)), group) for group in groups]
+        for version, group in aged:
+            if version < first:
+                cursor.filtered([each.id for each in group], f"older than max_policy_lag={options.max_policy_lag}")
+        kept = sorted((each for each in aged if each[0] >= first), key=lambda each: each[0])
+        complete = {(each.group, each.repeat) for _, group in kept for each in map(origin_of, group)}
+        self._complete_ages, self._ages = [version for version, _ in kept], {}
+        for origin, version in cursor.versions.items():
+            if (origin.group, origin.repeat) not in complete:
+                name = (origin.group, 0 if options.groups_per_batch else origin.repeat)
+                self._ages[name] = min(version, self._ages.get(name, version))
+        return [group for _, group in kept]
 
     def _check_oversampling(self) -> None:
         """Test that not too many groups were filtered since the last batch.
@@ -410,12 +453,30 @@ class TrajectoryBatches(RolloutDelivery):
     def ready(self) -> bool:
         """Whether there is something to deliver; it may take rollouts to know."""
         self._sift()
-        while self.assembler.num_complete < self._count:
+        while self.assembler.num_complete < self._count or not self._is_in_time():
             self._check_oversampling()
             if self.rollout.completed:
                 return False
             self.collect_trajectories()
         return True
+
+    def _is_in_time(self) -> bool:
+        """Whether what is not in the next batch can be delivered in those after it, before it is too old.
+
+        The oldest are put first, and what is too old is taken out, so that there may be too few. With one update of the
+        weights for each batch, of the groups that are left, as many as in n batches may be too old after n more.
+        """
+        options, assembler = self.rollout.options, self.assembler
+        if options.max_policy_lag is None or not isinstance(assembler, GroupAssembler):
+            return True
+        assembler.choose(self._by_age)
+        if assembler.num_complete < self._count:
+            return False
+        if options.policy_lag == "drop" or not self._ages:
+            return True
+        left = sorted([*self._ages.values(), *self._complete_ages[self._count :]])
+        first = self.rollout.acting.version + 1 - options.max_policy_lag
+        return all(version >= first + place // self._count for place, version in enumerate(left))
 
     def next(self) -> TensorDictBase | None:
         """What is yielded next; only after :meth:`ready`."""

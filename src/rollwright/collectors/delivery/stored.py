@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright._warnings import warn_user
 from rollwright.collectors.core import never
-from rollwright.collectors.delivery.assembler import TrajectoryAssembler
+from rollwright.collectors.delivery.assembler import GroupAssembler, TrajectoryAssembler
 from rollwright.collectors.delivery.base import Batches, RolloutDelivery, TrajectoryBatches, split, turns_taken
 from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.collectors.delivery.rows import RowRange, common_keys, copied
@@ -274,6 +274,8 @@ class StoredTrajectories(Stored):
         if not self.rollout.completed:  # else what a failed delivery has left
             self.collect_trajectories()
         self._check_oversampling()
+        if self.rollout.options.max_policy_lag is not None and isinstance(self.assembler, GroupAssembler):
+            self.assembler.choose(self._by_age)
         self.batches += 1
         while self.assembler.num_complete:
             popped = self.assembler.pop(min(self._at_once, self.assembler.num_complete))

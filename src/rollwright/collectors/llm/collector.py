@@ -22,7 +22,7 @@ from rollwright.collectors.llm.interface import (
     queue_of,
     version_by,
 )
-from rollwright.collectors.llm.options import LLMOptions
+from rollwright.collectors.llm.options import LLMOptions, check_lag
 from rollwright.collectors.llm.workers import made_with_workers
 from rollwright.collectors.options import ConversationOptions
 from rollwright.collectors.rollout.environment import version_of
@@ -65,6 +65,8 @@ class LLMCollector(Collector):
         EnvError, PolicyError: the environment or the policy broke its contract; the message names the conversation.
     """
 
+    also_local = ("max_policy_lag", "policy_lag")
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Choose by ``backend`` and ``num_collectors``; a collector with workers is of another class."""
         if cls is LLMCollector and wants_workers(kwargs):
@@ -81,8 +83,12 @@ class LLMCollector(Collector):
         self._use_tracker()
 
     def _parsed(self, options: dict[str, Any]) -> ConversationOptions:
+        lag = {name: options.pop(name) for name in self.also_local if name in options}
         self.llm_options = LLMOptions.parse(options, type(self))
-        return ConversationOptions(**self.llm_options.translated())
+        parsed = ConversationOptions(**self.llm_options.translated(), **lag)
+        if parsed.max_policy_lag is not None:
+            check_lag(parsed.max_policy_lag, self.llm_options)
+        return parsed
 
     @staticmethod
     def _in_own_words(rounding: str) -> str:

@@ -274,3 +274,21 @@ asks for turns of any. Drop one of the two.
         if self.delivers_whole and not stored:
             found["traj_format"] = "cat"
         return found
+
+
+def check_lag(lag: int, options: LLMOptions) -> None:
+    """Refuse a bound on the age of tokens that one process cannot keep.
+
+    Raises:
+        ValueError: turns are delivered as they come, or versions are UUIDs.
+    """
+    if not options.delivers_whole:
+        raise ValueError(
+            f"max_policy_lag={lag}: expected complete conversations, got turns: one whose turns were delivered goes "
+            "on, however old it is. Pass groups_per_batch= or trajs_per_batch=, or leave it out."
+        )
+    if isinstance(getattr(options.track_policy_version, "version", 0), str):
+        raise ValueError(
+            f"max_policy_lag={lag}: expected versions that are counted, got a PolicyVersion of UUIDs. Pass "
+            "track_policy_version=True or PolicyVersion('int')."
+        )

@@ -297,6 +297,12 @@ class RecordSource:
         version = self.turn.version
         return torch.tensor(version) if isinstance(version, int) else NonTensorData(str(version))
 
+    def _oldest_policy_version(self) -> Any:
+        versions = self.turn.versions  # they rise
+        if not len(versions):
+            return self._policy_version()
+        return versions[0] if isinstance(versions, torch.Tensor) else NonTensorData(str(versions[0]))
+
     def _group_id(self) -> torch.Tensor:
         return torch.tensor(self.turn.origin.group)
 
@@ -344,6 +350,7 @@ _REST = {
     "turn": _S._turn,
     "sequence": _S._sequence,
     "policy_version": _S._policy_version,
+    "oldest_policy_version": _S._oldest_policy_version,
     "collector": _S._collector,
     "seconds": _S._seconds,
     "finish_reason": _S._finish_reason,

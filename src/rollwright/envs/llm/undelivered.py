@@ -30,6 +30,7 @@ class Undelivered:
         trace: where turns are written, and what becomes of conversations; None: nowhere.
         failed: how many have failed, by class of what was raised.
         filtered: complete groups that were not delivered, on purpose, by reason.
+        versions: of the weights, when the first answer was asked for, of conversations that were not delivered.
 
     Example:
         >>> from rollwright.envs.llm.conversations import DatasetConversations
@@ -52,6 +53,7 @@ class Undelivered:
         self.trace: TraceWriter | None = None
         self.failed: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
+        self.versions: dict[Origin, int] = {}
         self._left_out: Counter[int] = Counter()  # conversations by group, of groups that were not delivered
         self._ended: dict[Any, Opening] = {}  # by trajectory id
         self._last: list[Any] = []  # of them, those that ended in the last batch
@@ -94,6 +96,7 @@ class Undelivered:
         """Conversations in progress end here, on purpose: their prompts count as delivered."""
         for opening in openings:
             self.source.delivered(opening.draw.origin)
+            self.versions.pop(opening.draw.origin, None)
             self.num_dropped += 1
             if self.trace is not None:
                 self.trace.end(opening.draw.origin, "dropped")
@@ -101,6 +104,7 @@ class Undelivered:
     def leave_out(self, opening: Opening, error: BaseException) -> None:
         """A conversation has failed, and will not be delivered: its group is complete without it."""
         origin = opening.draw.origin
+        self.versions.pop(origin, None)
         if self.trace is not None:
             self.trace.end(origin, "failed", str(error))
         self.source.delivered(origin)
@@ -141,6 +145,7 @@ class Undelivered:
             opening = self._ended.pop(number, None)
             if opening is not None:
                 self.source.delivered(opening.draw.origin)
+                self.versions.pop(opening.draw.origin, None)
                 self._left_out.pop(opening.draw.origin.group, None)
 
     def filter(self, ids: Iterable[Any], reason: str) -> None:
@@ -174,6 +179,7 @@ class Undelivered:
     def forget(self) -> None:
         """Draw others: nothing of this is delivered, nor begins again."""
         self.again.clear()
+        self.versions.clear()
         self._left_out.clear()
         self._ended, self._last = {}, []
 

@@ -312,7 +312,7 @@ class EngineWrapper(TensorDictModuleBase):
         return result
 
     def _pad_value(self, path: tuple[str, ...]) -> Any:
-        if path[-1] in ("policy_version", "tokens_policy_version"):
+        if path[-1] in ("policy_version", "oldest_policy_version", "tokens_policy_version"):
             return -1
         if path[0] in (self.keys.tokens, "tokens_response"):
             pad = getattr(self.tokenizer, "pad_token_id", None)
@@ -328,7 +328,17 @@ class EngineWrapper(TensorDictModuleBase):
         return super().__reduce_ex__(protocol)
 
 
-_NESTED = ("history", "text", "tokens", "masks", "log_probs", "policy_version", "finish_reason", "log_prob_mode")
+_NESTED = (
+    "history",
+    "text",
+    "tokens",
+    "masks",
+    "log_probs",
+    "policy_version",
+    "oldest_policy_version",
+    "finish_reason",
+    "log_prob_mode",
+)
 _FLAT = (
     "text_response",
     "tokens",
@@ -338,6 +348,7 @@ _FLAT = (
     "assistant_mask",
     "log_probs",
     "policy_version",
+    "oldest_policy_version",
     "finish_reason",
     "log_prob_mode",
 )

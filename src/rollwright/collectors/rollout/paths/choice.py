@@ -155,6 +155,12 @@ def dialogue_parts(env: EnvBase, policy: Any, options: CollectorOptions) -> tupl
             "PolicyVersion(), and a policy with an engine (TransformersWrapper) that neither pads nor draws several "
             f"samples, got {env} and {type(policy).__name__}. Leave {name} out."
         )
+    if options.max_policy_lag is not None:
+        raise ValueError(
+            f"max_policy_lag={options.max_policy_lag}: expected conversations (LLMEnv, ChatEnv) and a policy with an "
+            f"engine (TransformersWrapper), which says the version of each token, got {env} and "
+            f"{type(policy).__name__}. Leave it out, or pass num_collectors=."
+        )
     if options.on_error != "raise" or options.max_retries:
         raise ValueError(
             f"on_error={options.on_error!r}, max_retries={options.max_retries}: expected conversations (LLMEnv, "

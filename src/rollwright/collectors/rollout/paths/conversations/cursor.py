@@ -236,6 +236,11 @@ class ConversationCursor(DataCursor):
         """See :attr:`DataCursor.is_over`."""
         return self.progress.is_over
 
+    @property
+    def versions(self) -> Mapping[Origin, int]:
+        """See :attr:`DataCursor.versions`."""
+        return self.undelivered.versions
+
     def look_ahead(self) -> None:
         """See :meth:`DataCursor.look_ahead`."""
         self.progress.look_ahead()

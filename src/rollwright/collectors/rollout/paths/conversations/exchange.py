@@ -133,6 +133,8 @@ class Exchange:
             key = next(self._keys)
             self._asked[key] = dialog
             dialog.asked = True
+            if not dialog.number and isinstance(version := self.engine.version, int):
+                self._dialogs.undelivered.versions[dialog.opening.draw.origin] = version
             requests.append(dialog.request(key, self.engine))
         try:
             self.engine.submit(requests)

@@ -66,6 +66,7 @@ class Dialogs:
         whole: conversations are delivered whole: with ``streams``, turns wait in theirs until it has ended.
         cursor: keeps account of them.
         failures: what becomes of those that fail.
+        most: conversations that may be begun and not delivered; None: any number.
 
     Attributes:
         slots: the conversations; None: there is none.
@@ -90,7 +91,9 @@ class Dialogs:
         whole: bool,
         cursor: ConversationCursor,
         failures: Failures,
+        most: int | None = None,
     ) -> None:
+        self._most = most
         count = conversations.num_slots
         self._conversations, self._chain, self._engine, self._failures = conversations, chain, engine, failures
         self._streams, self._whole, self._holds, self._cursor = streams, whole, streams and whole, cursor
@@ -106,7 +109,8 @@ class Dialogs:
         self.intact = False
 
     @property
-    def _undelivered(self) -> Undelivered:
+    def undelivered(self) -> Undelivered:
+        """The conversations that nobody got."""
         return self._cursor.undelivered
 
     def __iter__(self) -> Iterator[Dialog]:
@@ -148,7 +152,7 @@ class Dialogs:
         self.slots[slot] = None
         self._vacant.discard(slot)
         try:
-            opening = self._undelivered.open(slot)
+            opening = self.undelivered.open(slot)
         except StopIteration:
             self._data_is_over = True
             return
@@ -178,13 +182,25 @@ class Dialogs:
         """
         while slots := [slot for slot in sorted(self._vacant) if not (lacking and self.rows[slot])]:
             for slot in slots:
+                if not self._may_begin():
+                    break
                 self.open(slot)
                 if (dialog := self.slots[slot]) is not None and dialog.id < 0:
                     dialog.id = self._cursor.fresh_id()
             if self._failures.due:
                 return
+            if not self._may_begin():
+                break
         if self.only_rest and not self.batch:
             self.wake()
+
+    def _may_begin(self) -> bool:
+        """Whether there is room for another conversation; one that begins again has had its own."""
+        if self._most is None or self.undelivered.again:
+            return True
+        turns = itertools.chain(*self.rows, *self.batch)
+        ended = sum(each is not None and each.ended is not None for each in turns)
+        return len(self.undelivered) + ended + sum(1 for _ in self) < self._most
 
     def renew(self, slots: Iterable[int]) -> None:
         """End what is in progress, on purpose, and begin other conversations; where nothing was asked yet, it stays."""
@@ -193,7 +209,11 @@ class Dialogs:
             if dialog is None or not dialog.is_untouched:
                 if dialog is not None:
                     self._drop(dialog)
-                self.open(slot)
+                    self.slots[slot] = None
+                if self._may_begin():
+                    self.open(slot)
+                else:
+                    self._vacant.add(slot)
 
     def keep(self, dialog: Dialog, ended: EndedTurn) -> None:
         """A turn is complete."""
@@ -205,7 +225,7 @@ class Dialogs:
             if turn.finish_reason is not FinishReason.ERROR:
                 self._failures.ended_well(turn.origin)
         self._like = turn.extras
-        if (trace := self._undelivered.trace) is not None:
+        if (trace := self.undelivered.trace) is not None:
             masked = [each.turn.number for each in dialog.held if each.turn.masked]
             trace.turn(turn, ended.id, seed=dialog.seed, total=dialog.total, masked=masked)
         row = self.row_of(dialog)
@@ -226,7 +246,7 @@ class Dialogs:
         if not self._streams:
             gone |= {each.id: each.opening for each in self.row_of(dialog)}
             self.row_of(dialog).clear()
-        self._undelivered.drop(gone.values())
+        self.undelivered.drop(gone.values())
 
     # Those that fail ----------------------------------------------------------------------------------
 
@@ -261,11 +281,11 @@ class Dialogs:
         if failures.on_error == "raise":
             self._cursor.begin_again([dialog.opening])  # which ends it: turns of it were delivered
         else:
-            self._undelivered.leave_out(dialog.opening, error)
+            self.undelivered.leave_out(dialog.opening, error)
 
     def _trace_failure(self, dialog: Dialog, error: BaseException) -> None:
         """Write that a conversation has failed, with the answer that it failed after."""
-        trace = self._undelivered.trace
+        trace = self.undelivered.trace
         if trace is None:
             return
         if dialog.pending is not None:
@@ -314,7 +334,7 @@ class Dialogs:
     def _go_on(self, dialog: Dialog) -> None:
         dialog.rests = False
         if dialog.is_untouched and not dialog.chain.num_prompt:
-            self._begin(dialog.slot, self._undelivered.load(dialog.slot, dialog.opening), dialog.id)
+            self._begin(dialog.slot, self.undelivered.load(dialog.slot, dialog.opening), dialog.id)
 
     def delivered(self) -> None:
         """See :meth:`InProgress.delivered`."""
@@ -430,11 +450,11 @@ class Dialogs:
         """Where they are, for :meth:`go_back`; a batch begins."""
         self.batch, self._gone, self.intact = [], set(), False
         if self._holds:  # nothing of a conversation in progress was taken
-            return Mark([], [list(row) for row in self.rows], list(self._undelivered.again), self.batch)
+            return Mark([], [list(row) for row in self.rows], list(self.undelivered.again), self.batch)
         states, rows, _ = self._left(waits=False)
         begun = [state for state in states if state["number"]]  # the others begin again
         self._marked = {state["opening"].draw.origin: state for state in begun}
-        return Mark(begun, rows, list(self._undelivered.again), self.batch)
+        return Mark(begun, rows, list(self.undelivered.again), self.batch)
 
     def take_batch(self) -> Times:
         """The turns of the batch, which is complete."""
@@ -448,9 +468,9 @@ class Dialogs:
                 row.extendleft(each for turns in reversed(self.batch) if (each := turns[place]) is not None)
             self.batch.clear()
             return []
-        since = [*mark.again, *self._openings(mark.batch), *self._undelivered.again]
+        since = [*mark.again, *self._openings(mark.batch), *self.undelivered.again]
         mark.batch.clear()
-        self._undelivered.again.clear()
+        self.undelivered.again.clear()
         self._clear()
         for row, turns in zip(self.rows, mark.rows, strict=True):
             row.extend(each for each in turns if each.opening.draw.origin not in self._gone)
@@ -510,7 +530,7 @@ class Dialogs:
         """Put conversations that were saved into their slots; :meth:`fill` begins others in those that have none."""
         ended = [each.opening for each in itertools.chain(*self.rows) if each.ended is not None]
         for opening in [*ended, *(saved["opening"] for saved in states)]:
-            self._undelivered.source.claim(opening.draw.origin)
+            self.undelivered.source.claim(opening.draw.origin)
         for saved in states:
             dialog = Dialog.loaded(saved, self._chain())
             dialog.id = names.of(dialog.id)

@@ -73,8 +73,11 @@ class TurnPath(Path):
         assert parts.cursor is not None
         self.cursor = parts.cursor
         failures = Failures(parts.options, lambda: self.cursor.undelivered.failed)
+        most = parts.options.most_in_progress
+        if most is not None and parts.options.groups_per_batch is not None:
+            most *= getattr(conversations.source, "repeats", 1)
         self._dialogs = Dialogs(
-            conversations, chain, engine, streams=streams, whole=whole, cursor=self.cursor, failures=failures
+            conversations, chain, engine, streams=streams, whole=whole, cursor=self.cursor, failures=failures, most=most
         )
         self._dialogs.hooks = hooks()
         if parts.options.trace is not None:
