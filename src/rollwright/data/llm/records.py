@@ -455,7 +455,8 @@ _NEEDED: set[NestedKey] = {
     *("tokens", "tokens_response", ("tokens", "full"), ("tokens", "response"), "next", "collector"),
     *("group_id", "repeat", "prompt_index", "epoch", "turn", "sequence", ("collector", "traj_ids")),
     *("masks", ("masks", "all_assistant_mask"), "assistant_mask", "finish_reason"),
-    *("done", "terminated", "truncated", *(("next", key) for key in _AFTER)),
+    *_FLAGS,
+    *(("next", key) for key in _AFTER),
 }
 
 

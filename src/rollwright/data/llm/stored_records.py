@@ -111,9 +111,10 @@ def restored(td: TensorDict, transcript: Transcript) -> TensorDict:
         td: what it gave.
         transcript: that the record refers to, at least as far as it does.
     """
-    growth = td.pop(GROWTH)
+    growth: Any = td.pop(GROWTH)
     about: Any = growth.get("about").data
-    marks = Marks(*(Mark(transcript, *each) for each in growth["marks"].tolist()))
+    prompt, answer, following = (Mark(transcript, *each) for each in growth["marks"].tolist())
+    marks = Marks(prompt, answer, following)
     left_out = tuple(tuple(key) if isinstance(key, list) else key for key in about["leave_out"])
     layout = RecordLayout(**dict(zip(_LAYOUT, about["layout"], strict=True)), leave_out=left_out)
     key: Any = ("log_probs", "response") if layout.nested else "log_probs"
