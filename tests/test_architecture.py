@@ -62,7 +62,7 @@ BUDGETS = {
     "collectors/workers/remote": (1750, 1670),
     "data": (4510, 4080),
     "data/datasets": (960, 830),
-    "data/llm": (2290, 1990),
+    "data/llm": (2340, 2030),
     "data/replay_buffers": (7180, 6810),
     "data/replay_buffers/service": (1530, 1470),
     "envs": (3640, 3400),

@@ -113,6 +113,25 @@ def test_the_return_of_a_conversation_is_given_to_all_of_its_turns(how: Any, val
     assert batch[1, 0]["advantage"].item() == pytest.approx(float(expected[1]))
 
 
+def test_leave_one_out_takes_off_the_mean_of_the_others() -> None:
+    rewards = [[1.0], [0.0], [4.0], [3.0], [8.0], [5.0]]
+    batch = group_advantages(_rewarded(rewards, [7, 7, 7, 8, 8, 9]), baseline="leave_one_out")
+    assert batch["advantage"].flatten().tolist() == [1.0 - 2.0, 0.0 - 2.5, 4.0 - 0.5, 3.0 - 8.0, 8.0 - 3.0, 0.0]
+    scaled = group_advantages(_rewarded(rewards[:2], [7, 7]), baseline="leave_one_out", scale=True)
+    assert scaled["advantage"].flatten().tolist() == pytest.approx([2**0.5, -(2**0.5)])
+    turns = _rewarded([[1.0, 2.0], [5.0]], [7, 7])
+    summed = group_advantages(turns, baseline="leave_one_out", trajectory_return="sum")
+    assert summed[0]["advantage"].flatten().tolist() == [-2.0, -2.0]
+    assert summed[1, 0]["advantage"].item() == 2.0
+
+
+def test_without_a_baseline_the_advantage_is_the_reward() -> None:
+    batch = group_advantages(_rewarded([[1.0], [0.0], [4.0]], [7, 7, 8]), baseline="none")
+    assert batch["advantage"].flatten().tolist() == [1.0, 0.0, 4.0]
+    with pytest.raises(ValueError, match="baseline must be 'mean', 'leave_one_out' or 'none'; got 'median'"):
+        group_advantages(batch, baseline="median")  # type: ignore[arg-type]
+
+
 def test_equal_rewards_and_groups_of_one_have_no_advantage() -> None:
     batch = group_advantages(_rewarded([[1.0], [1.0], [3.0]], [7, 7, 8]))
     assert not batch["advantage"].any()

@@ -15,6 +15,7 @@ from tests.variants import in_turn
 
 from rollwright.data.llm.codec import Codec
 from rollwright.data.llm.turns import FinishReason
+from rollwright.modules.llm.decoding import Decoding
 from rollwright.modules.llm.engine import Completion, Request, Sampling
 from rollwright.modules.llm.sampling import token_log_probs
 from rollwright.modules.llm.transformers_engine import TransformersEngine
@@ -490,3 +491,14 @@ def test_a_model_is_trained_while_its_engine_is_paused() -> None:
     engine.resume()
     thread.join(60)
     assert modes == [_modes(_training())]
+
+
+def test_requests_that_wait_for_room_do_not_part_the_steps_of_those_in_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, step = [], Decoding.step
+    monkeypatch.setattr(Decoding, "step", lambda *args: calls.append(None) or step(*args))  # type: ignore[func-returns-value]
+    engine = TransformersEngine(model(), sampling=Sampling(max_new_tokens=20), max_batch_size=2)
+    engine.submit([Request(key, torch.arange(5), key) for key in range(4)])
+    assert len(_all(engine)) == 4
+    assert len(calls) == 2  # one for each pair

@@ -5,7 +5,7 @@ from rollwright.data.llm.chat_template import ChatTemplate
 from rollwright.data.llm.history import ChatHistory, History
 from rollwright.data.llm.ragged import as_list, as_nested, flat_records, packed, padded
 from rollwright.data.llm.records import RecordLayout, empty_record, record, records, stack_records
-from rollwright.data.llm.sequence import group_advantages, rewards_differ, training_sequences
+from rollwright.data.llm.sequence import group_advantages, importance_weights, rewards_differ, training_sequences
 from rollwright.data.llm.trace import Trace, TracedConversation, TraceWriter
 from rollwright.data.llm.turns import FinishReason, Message, Origin, Turn, turn_seed
 
@@ -27,6 +27,7 @@ __all__ = [
     "empty_record",
     "flat_records",
     "group_advantages",
+    "importance_weights",
     "packed",
     "padded",
     "record",

@@ -1,10 +1,10 @@
-"""Conversations as training sequences, and advantages within groups."""
+"""Conversations as training sequences, advantages within groups, and importance weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
@@ -16,6 +16,8 @@ from rollwright.data.llm.records import RecordLayout, record
 from rollwright.data.llm.turns import FinishReason, Turn
 
 Batch = TypeVar("Batch", bound=TensorDictBase)
+Correction = Literal["truncate", "mask", "none"]
+Level = Literal["token", "sequence"]
 
 _LAYOUT = RecordLayout(text=False)
 _KEYS = {  # of what a sequence is made: nested, flat
@@ -119,16 +121,20 @@ def group_advantages(
     group_key: NestedKey = "group_id",
     advantage_key: NestedKey = "advantage",
     trajectory_return: Literal["sum", "mean", "max"] | None = None,
-    scale: bool = True,
+    baseline: Literal["mean", "leave_one_out", "none"] = "mean",
+    scale: bool | None = None,
 ) -> Batch:
-    """Write the advantage of each record within its group: reward minus mean, over the standard deviation.
+    """Write the advantage of each record within its group: reward minus a baseline.
 
     With r the rewards of all records of a group (of each token, where rewards are)::
 
-        advantage = (r - mean(r)) / max(std(r), 1e-6)
+        mean:          (r - mean(r)) / max(std(r), 1e-6)
+        leave_one_out: r - mean(r of the others)
+        none:          r
 
-    with the standard deviation of a sample (n - 1). Groups must be in the batch whole. It is that of GRPO
-    (arXiv:2402.03300, section 4.1.2), and of TorchRL's ``MCAdvantage``.
+    with the standard deviation of a sample (n - 1). Groups must be in the batch whole. The mean is that of GRPO
+    (arXiv:2402.03300, section 4.1.2), and of TorchRL's ``MCAdvantage``; leave-one-out is that of RLOO
+    (arXiv:2402.14740, section 2.3).
 
     Args:
         batch: records of whole groups, of any batch size.
@@ -137,18 +143,22 @@ def group_advantages(
         advantage_key: is written: float32 ``[1, 1]``, or ``[response, 1]`` where rewards are of tokens.
         trajectory_return: normalise a return of each conversation instead, which all of its turns get: the ``"sum"``,
             ``"mean"`` or ``"max"`` of its rewards.
-        scale: divide by the standard deviation.
+        baseline: what is taken off.
+        scale: divide by the standard deviation; None: with the baseline ``"mean"``.
 
     Returns:
         The same batch. The advantage is 0 in padding, in a group of one reward, and in conversations that failed
         (``finish_reason`` is ``"error"``), which are left out of mean and deviation.
 
     Raises:
-        ValueError: ``trajectory_return`` is none of these.
+        ValueError: ``trajectory_return`` or ``baseline`` is none of these.
         KeyError: records have no reward or no group at these keys.
     """
     if trajectory_return not in (None, "sum", "mean", "max"):
         raise ValueError(f"trajectory_return must be None, 'sum', 'mean' or 'max'; got {trajectory_return!r}")
+    if baseline not in ("mean", "leave_one_out", "none"):
+        raise ValueError(f"baseline must be 'mean', 'leave_one_out' or 'none'; got {baseline!r}")
+    scale = baseline == "mean" if scale is None else scale
     rows = flat_records(batch)
     for name, key in (("reward_key", reward_key), ("group_key", group_key)):
         if rows and rows[0].get(key, None) is None:
@@ -171,10 +181,11 @@ def group_advantages(
         else:
             first = {_conversation(rows[place]): place for place in reversed(places)}
             values = torch.cat([returns[place] for place in first.values()])
-        mean = values.mean()
         deviation = values.std().clamp_min(1e-6) if scale and values.numel() > 1 else values.new_ones(())
         for place in places:
-            advantages[place] = ((returns[place] - mean) / deviation).expand_as(rewards[place])
+            own = returns[place]
+            centred = own - _baseline(values, own, baseline)
+            advantages[place] = (centred / deviation).expand_as(rewards[place])
     _write(batch, rows, advantage_key, advantages)
     return batch
 
@@ -198,6 +209,80 @@ def rewards_differ(group: TensorDictBase, *, reward_key: NestedKey = ("next", "r
         if (name := _conversation(one)) not in failed:
             found[name] = found.get(name, 0.0) + float(one[reward_key].sum())
     return len(set(found.values())) > 1 or "equal rewards"
+
+
+def importance_weights(
+    log_probs: Tensor,
+    sampled: Tensor,
+    *,
+    mask: Tensor | None = None,
+    correction: Correction = "truncate",
+    level: Level = "token",
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Tensor:
+    """Weights of sampled tokens in a loss of the learner; without gradients.
+
+    With pi the learner's and mu the distribution that was sampled from (older weights, another engine, or both)::
+
+        w = pi(token) / mu(token)
+        truncate: min(w, high)
+        mask:     w where low <= w <= high, else 0
+
+    Truncation is that of V-trace (arXiv:1802.01561, section 4.1), masking that of IcePop (arXiv:2510.18855). The loss
+    of a policy gradient is ``-(weights * advantage * log_probs)[mask].mean()``.
+
+    Args:
+        log_probs: of the learner, float ``[*batch, tokens]``.
+        sampled: of a record, of the same shape.
+        mask: bool, of the same shape: which tokens were sampled; the others weigh 0. None: all.
+        correction: ``"none"``: w as it is.
+        level: ``"sequence"``: w is the product over the sampled tokens of a row, and the same for each of them.
+        low: bound of the mask.
+        high: bound of both.
+
+    Returns:
+        float32 ``[*batch, tokens]``.
+
+    Raises:
+        ValueError: shapes differ, the bounds are no bounds, or an option is unknown.
+
+    Example:
+        >>> new, old = torch.tensor([[0.1, 0.6, 0.9]]).log(), torch.tensor([[0.4, 0.5, 0.3]]).log()
+        >>> importance_weights(new, old)
+        tensor([[0.2500, 1.2000, 2.0000]])
+        >>> importance_weights(new, old, correction="mask")
+        tensor([[0.0000, 1.2000, 0.0000]])
+    """
+    for name, value, known in (("correction", correction, Correction), ("level", level, Level)):
+        if value not in get_args(known):
+            raise ValueError(f"{name} must be {' or '.join(map(repr, get_args(known)))}; got {value!r}")
+    if log_probs.shape != sampled.shape or (mask is not None and mask.shape != sampled.shape):
+        shapes = [tuple(each.shape) for each in (log_probs, sampled, mask) if each is not None]
+        raise ValueError(f"log_probs, sampled and mask must be of one shape, [*batch, tokens]; got {shapes}")
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(f"low and high must be bounds around 1, 0 <= low <= 1 <= high; got {low} and {high}")
+    ratios = log_probs.detach().float() - sampled.float()
+    if mask is not None:
+        ratios = ratios.masked_fill(~mask.bool(), 0.0)
+    if level == "sequence":
+        ratios = ratios.sum(-1, keepdim=True).expand_as(ratios)
+    weights = ratios.exp()
+    if correction == "truncate":
+        weights = weights.clamp(max=high)
+    elif correction == "mask":
+        weights = weights.masked_fill((weights < low) | (weights > high), 0.0)
+    return weights if mask is None else weights.masked_fill(~mask.bool(), 0.0)
+
+
+def _baseline(values: Tensor, own: Tensor, kind: str) -> Any:
+    """What is taken off the rewards ``own`` of a record, of those of its group."""
+    if kind == "none":
+        return 0.0
+    if kind == "mean":
+        return values.mean()
+    others = values.numel() - own.numel()
+    return (values.sum() - own.sum()) / others if others else own
 
 
 def _records(source: Any) -> list[TensorDictBase]:

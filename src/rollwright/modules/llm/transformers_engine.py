@@ -373,7 +373,12 @@ class TransformersEngine(Engine):
     def _halts(self, version: Version, until: Callable[[], bool]) -> bool:
         """Whether the next token is to be sampled by another call of a batch."""
         changed = self._wanted or self._version is not version or not self._running.is_set()
-        return bool(changed) or (self._update is None and bool(self._waiting)) or until()
+        return bool(changed) or (bool(self._waiting) and self._has_room()) or until()
+
+    def _has_room(self) -> bool:
+        """Whether a request that waits could begin now."""
+        active = 0 if self._batch is None else self._batch.num_active
+        return self._update is None and active < self._max_batch_size
 
     def _begin(self) -> None:
         room = self._max_batch_size - (0 if self._batch is None else self._batch.num_active)

@@ -14,7 +14,7 @@ from rollwright.envs.transforms import Transform
 from rollwright.errors import PolicyError
 
 Model = Callable[[TensorDictBase], TensorDictBase]
-_ASSISTANT: NestedKey = ("masks", "all_assistant_mask")
+_ASSISTANT: tuple[NestedKey, ...] = (("masks", "all_assistant_mask"), "assistant_mask")  # of records; of sequences
 
 
 class RetrieveLogProb(Transform):
@@ -27,7 +27,7 @@ class RetrieveLogProb(Transform):
         model: a wrapper with ``generate=False``, or another callable that reads the turn and writes
             ``("log_probs", "full")``, or flat ``log_probs`` of the response.
         log_probs_full_key: where to write.
-        assistant_only: 0 on tokens that were not sampled in this turn.
+        assistant_only: 0 on tokens that were not sampled in this turn; of training sequences, in any turn.
         detach: compute without gradients.
         device: of the data that the model gets; None: as they are.
 
@@ -77,9 +77,10 @@ class RetrieveLogProb(Transform):
                     "model: it wrote no ('log_probs', 'full') and no 'log_probs'. Pass a wrapper with generate=False."
                 )
             value = value if td.device is None else value.to(td.device)
-            mask = _entry(before, _ASSISTANT)
-            if self.assistant_only and mask is not None and mask.shape == value.shape:
-                value = value * mask
+            masks = [_entry(before, key) for key in _ASSISTANT]
+            fitting = [mask for mask in masks if mask is not None and mask.shape == value.shape]
+            if self.assistant_only and fitting:
+                value = value * fitting[0]
             found.append(value)
         return found
 
@@ -153,7 +154,7 @@ class KLRewardTransform(Transform):
         """The sum of each row of a step's root, float32 ``[*batch, 1]``."""
         sums = []
         for row, reference in zip(td.reshape(-1).unbind(0), self.reference.values(td.exclude("next")), strict=True):
-            policy, mask = _entry(row, self.log_prob_key), _entry(row, _ASSISTANT)
+            policy, mask = _entry(row, self.log_prob_key), _entry(row, _ASSISTANT[0])
             if policy is None:
                 raise PolicyError(
                     f"policy: it wrote no {self.log_prob_key!r}, which KLRewardTransform needs. Let it return "
