@@ -245,6 +245,9 @@ def test_versions_of_tokens_are_those_of_the_recorded_run(tmp_path):
             found += [row["tokens", "policy_version"].tolist() for row in batch.unbind(0)]
             collector.update_policy_weights_(llm_models.model())
     with LLMCollector(chats(2, prompts=4), replay=tmp_path, **options) as collector:
-        again = [row["tokens", "policy_version"].tolist() for batch in collector for row in batch.unbind(0)]
+        again = []
+        for batch in collector:
+            again += [row["tokens", "policy_version"].tolist() for row in batch.unbind(0)]
+            collector.update_policy_weights_(llm_models.model())
     assert again == found
     assert torch.tensor([version for row in found for version in row]).unique().numel() > 1
