@@ -64,6 +64,7 @@ bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--q
 	$(BIN)/python -m benchmarks.tensors $(filter-out --no-peers,$(BENCH))
 	$(BIN)/python -m benchmarks.replay_service
 	$(BIN)/python -m benchmarks.llm $(BENCH)
+	$(BIN)/python -m benchmarks.llm_turns
 	$(BIN)/python -m benchmarks.llm_losses
 	$(BIN)/python -m benchmarks.returns $(filter-out --no-peers,$(BENCH))
 

@@ -64,6 +64,10 @@ class RaggedStorage(Storage):
     what it did not publish, and nothing else; the memory has no name and is gone with the last process, however it
     ends.
 
+    Turns of a conversation, as an ``LLMCollector`` delivers them, hold what each adds, and refer to the turn before, if
+    that was written by the same process and can still be read. It then stays in memory as long as they do, beyond its
+    own row. What is read is whole.
+
     Args:
         max_size: number of elements; None: no limit, and not to be shared.
         chunk_bytes: of the memory that is taken at a time, where processes share it. Elements may be longer.
