@@ -16,13 +16,13 @@ from rollwright.envs.transforms import Compose, GrayScale, ToTensorImage, Transf
 
 
 class Painted(Env):
-    """Shows the number of the step as a colour; an episode has four steps."""
+    """Shows the number of the step as a colour."""
 
     observation_space = spaces.Dict({"pixels": spaces.Box(0, 255, (8, 6, 3), np.uint8)})
     action_space = spaces.Discrete(2)
 
-    def __init__(self, shade=0):
-        self.shade = shade
+    def __init__(self, shade=0, length=4):
+        self.shade, self.length = shade, length
 
     def _seen(self):
         return {"pixels": np.full((8, 6, 3), self.shade + self.t, np.uint8)}
@@ -33,7 +33,7 @@ class Painted(Env):
 
     def step(self, action):
         self.t += 1
-        return self._seen(), 1.0, self.t == 4, False, {}
+        return self._seen(), 1.0, self.t == self.length, False, {}
 
 
 class Kept:
@@ -80,6 +80,15 @@ def test_a_batch_is_shown_side_by_side_with_what_its_rows_last_showed():
     [(*_, video)] = logger.videos
     assert video.shape == (1, 3, 3, 16, 12)  # two rows of two, the last one black
     assert video[0, :, 0, ::8, ::6].tolist() == [[[t, 10 + t], [20 + t, 0]] for t in range(3)]
+
+
+def test_where_a_part_of_a_batch_is_reset_no_image_is_added():
+    logger = Kept()
+    env = SerialEnv(2, [lambda: GymWrapper(Painted(0, 2)), lambda: GymWrapper(Painted(10, 4))])
+    collect(TransformedEnv(env, VideoRecorder(logger, "run")), 10)
+    [(*_, video)] = logger.videos
+    shown = [tuple(frame) for frame in video[0, :, 0, 0, ::6].tolist()]
+    assert shown == [(0, 10), (1, 11), (2, 12), (1, 13), (2, 14), (0, 10), (1, 11)]
 
 
 def test_it_sees_what_the_transforms_before_it_make():
