@@ -61,7 +61,7 @@ BUDGETS = {
     "collectors/workers": (3275, 3080),
     "collectors/workers/remote": (1750, 1670),
     "data": (4510, 4080),
-    "data/datasets": (960, 830),
+    "data/datasets": (1000, 860),
     "data/llm": (2340, 2030),
     "data/replay_buffers": (7180, 6810),
     "data/replay_buffers/service": (1530, 1470),

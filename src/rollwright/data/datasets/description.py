@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from rollwright._keys import key_str, leaves, unravel
 from rollwright.data.datasets.files import read_frames, remove_frames
 from rollwright.data.datasets.minari import PREFIX, load_minari, minari_folder
+from rollwright.data.datasets.parquet import SUFFIX, load_parquet
 from rollwright.data.loading import load_mapped, named, pickles_in
 from rollwright.errors import DamagedFileError
 
@@ -115,8 +116,8 @@ def load_dataset(path: str | os.PathLike[str], *, start: int = 0, stop: int | No
     :func:`~rollwright.data.datasets.minari.load_minari`.
 
     Args:
-        path: folder written by :class:`DatasetWriter` or ``rollwright collect``; or a dataset of Minari: its folder, or
-            ``"minari:NAME"``.
+        path: folder written by :class:`DatasetWriter` or ``rollwright collect``; a dataset of Minari: its folder, or
+            ``"minari:NAME"``; or a file of :func:`~rollwright.data.datasets.save_parquet`, read into memory too.
         start: the first step to read, of each environment.
         stop: the step behind the last; None: all.
 
@@ -142,6 +143,8 @@ def load_dataset(path: str | os.PathLike[str], *, start: int = 0, stop: int | No
     """
     if str(path).startswith(PREFIX) or minari_folder(Path(path)) is not None:
         return _steps_of(load_minari(str(path) if str(path).startswith(PREFIX) else Path(path)), path, start, stop)
+    if Path(path).suffix == SUFFIX and not Path(path).is_dir():
+        return _steps_of(load_parquet(Path(path)), path, start, stop)
     description = describe_dataset(path)
     steps = description["steps"]
     if not steps:
@@ -163,7 +166,7 @@ def _checked_stop(path: str | os.PathLike[str], steps: int, start: int, stop: in
 
 def _steps_of(frames: TensorDictBase, path: str | os.PathLike[str], start: int, stop: int | None) -> TensorDictBase:
     stop = _checked_stop(path, frames.batch_size[-1], start, stop)
-    return frames if start == 0 and stop == frames.batch_size[-1] else frames[start:stop]
+    return frames if start == 0 and stop == frames.batch_size[-1] else frames[..., start:stop]
 
 
 def _load_frames(folder: Path, description: dict[str, Any]) -> TensorDictBase:
