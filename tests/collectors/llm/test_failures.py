@@ -318,3 +318,12 @@ def test_what_ended_before_an_error_counts_when_it_is_delivered(mode):
 def test_failures_of_one_need_an_engine():
     with pytest.raises(ValueError, match=r"on_error='drop', max_retries=0: expected conversations .* with an engine"):
         LLMCollector(partial(chats, 2, prompts=3, repeats=1), answers(0.0), dialog_turns_per_batch=2, on_error="drop")
+
+
+def test_a_run_of_which_all_has_failed_says_so_where_it_ends():
+    options = {"all_of_them": True, "on_error": "drop", "max_failures": 100}
+    with (
+        make("in turn", "reply", **options) as collector,
+        pytest.warns(UserWarning, match=r"turns were taken, and are not delivered; 18 conversations have failed"),
+    ):
+        assert list(collector) == []

@@ -229,10 +229,13 @@ class RolloutDelivery(Delivery):
             )
         of = "groups" if self.rollout.options.groups_per_batch else "conversations"
         more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+        where = f" in {', '.join(names[:3])}{more}" if names else ""
+        rest = '; stats()["conversations_unfinished"] names all of these' if names else ""
+        if failed := sum(self.rollout.stats().get("conversations_failed", {}).values()):
+            rest += f'; {failed} conversations have failed, see stats()["conversations_failed"]'
         return (
-            f"{owner} ends without a batch of whole {of}: {held} turns were taken in {', '.join(names[:3])}{more}, and "
-            'are not delivered; stats()["conversations_unfinished"] names all of these. Pass a larger '
-            f"total_dialog_turns, or more data, or ask for fewer {of} in a batch."
+            f"{owner} ends without a batch of whole {of}: {held} turns were taken{where}, and are not delivered{rest}. "
+            f"Pass a larger total_dialog_turns, or more data, or ask for fewer {of} in a batch."
         )
 
     def collect_trajectories(self) -> None:
