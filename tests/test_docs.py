@@ -94,12 +94,11 @@ def test_the_front_pages_say_the_same():
 
 
 def commands():
-    """Every command of ours that README and docs show."""
+    """Every command of ours that README and docs show, but for those with a placeholder."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for block in re.findall(r"^```\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE):
-            for line in block.splitlines():
-                if line.startswith("rollwright ") and not re.search(r"\b[A-Z]{4,}\b|\.\.\.", line.split("#")[0]):
-                    yield pytest.param(shlex.split(line, comments=True)[1:], id=f"{path.stem}: {line[:60]}")
+        for line in path.read_text().splitlines():
+            if line.startswith("rollwright ") and not re.search(r"\b[A-Z]{3,}\b|\.\.\.|\\$|\[", line.split("#")[0]):
+                yield pytest.param(shlex.split(line, comments=True)[1:], id=f"{path.stem}: {line[:60]}")
 
 
 @pytest.mark.parametrize("words", list(commands()))
