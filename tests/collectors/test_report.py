@@ -58,6 +58,27 @@ def test_what_takes_most_of_the_time_is_named(seconds, words):
     assert words in report
 
 
+def unequal(slow_wait):
+    seconds = [{"env": 1.0, "wait": 5.0, "total": 1.0}, {"env": 6.0, "wait": slow_wait, "total": 6.0}]
+    workers = [{"index": i, "batches": 2, "seconds": each} for i, each in enumerate(seconds)]
+    whole = {name: sum(each[name] for each in seconds) for name in seconds[0]}
+    return {"workers": workers, "workers_alive": 2, "restarts": 0, "seconds": whole}
+
+
+def test_where_workers_wait_for_a_slow_one_it_is_named_and_not_the_loop():
+    report = report_of("MultiCollector", {**STATS, **unequal(slow_wait=0.1)})
+    assert "Worker 1 is much slower than the others" in report
+    assert "your loop" not in report
+    report = report_of("MultiCollector", {**STATS, **unequal(slow_wait=20.0)})  # all wait for the loop
+    assert "Worker 1 is much slower" not in report
+    assert "Workers wait for your loop" in report
+
+
+def test_shares_of_workers_are_of_their_whole_time():
+    shares = shares_of({"seconds": {"env": 1.0, "wait": 3.0, "total": 1.0}, "workers": []})
+    assert shares == {"wait": 0.75, "env": 0.25}
+
+
 def test_of_workers_it_names_the_slowest_and_what_was_lost():
     workers = [{"index": i, "batches": 2, "seconds": {"total": total}} for i, total in enumerate([1.0, 6.0])]
     lost = {"workers": workers, "workers_alive": 2, "restarts": 3, "frames_stale": 70, "policy_lag": 2}

@@ -14,6 +14,7 @@ STAGES = {
 }
 _BAR = 24  # characters of a whole bar
 _MUCH = 0.5  # of the time: worth a remark
+_UNEVEN = 1.5  # times as long as the fastest worker: worth a remark
 
 
 def report_of(name: str, stats: Mapping[str, Any]) -> str:
@@ -26,7 +27,7 @@ def report_of(name: str, stats: Mapping[str, Any]) -> str:
     shares = shares_of(stats)
     lines = [_headline(name, stats)]
     if shares:
-        lines += ["", "Where the time goes" + (" (sum of all workers)" if "workers" in stats else "")]
+        lines += ["", "Where the time goes" + (" (all workers together)" if "workers" in stats else "")]
         lines += [
             f"  {STAGES.get(stage, stage):<17}{share:>5.0%}  {'█' * round(_BAR * share)}".rstrip()
             for stage, share in shares.items()
@@ -42,7 +43,10 @@ def report_of(name: str, stats: Mapping[str, Any]) -> str:
 def shares_of(stats: Mapping[str, Any]) -> dict[str, float]:
     """The share of each stage in the time that was measured; empty before the first batch."""
     seconds = dict(stats.get("seconds") or {})
-    whole = seconds.pop("total", 0.0) or sum(seconds.values())
+    whole = seconds.pop("total", 0.0)
+    if "workers" in stats:
+        whole += seconds.get("wait", 0.0)  # the total of a worker is that of its rollouts
+    whole = max(whole, sum(seconds.values()))
     if not whole:
         return {}
     shares = {stage: seconds[stage] / whole for stage in sorted(seconds, key=lambda stage: -seconds[stage])}
@@ -64,7 +68,7 @@ def _facts(stats: Mapping[str, Any]) -> Iterator[str]:
     workers = stats.get("workers")
     if isinstance(workers, list) and workers:
         yield f"workers: {stats['workers_alive']} of {len(workers)} alive, {stats['restarts']} restarts"
-        spent = {each["index"]: each["seconds"]["total"] / each["batches"] for each in workers if each["batches"]}
+        spent = _seconds_a_batch(workers)
         if len(spent) > 1:
             slowest = max(spent, key=lambda index: spent[index])
             fastest = min(spent.values())
@@ -88,10 +92,33 @@ def _facts(stats: Mapping[str, Any]) -> Iterator[str]:
         yield f"the thread of start() has failed: {background['error']}"
 
 
+def _seconds_a_batch(workers: list[Mapping[str, Any]]) -> dict[int, float]:
+    """What each worker needs for one rollout."""
+    return {each["index"]: each["seconds"]["total"] / each["batches"] for each in workers if each["batches"]}
+
+
+def _held_up_by(stats: Mapping[str, Any]) -> int | None:
+    """The worker that has next to no time to wait, where the others wait for it."""
+    workers = stats.get("workers")
+    spent = _seconds_a_batch(workers) if isinstance(workers, list) else {}
+    if len(spent) < 2:
+        return None
+    slowest = max(spent, key=lambda index: spent[index])
+    seconds = next(each["seconds"] for each in workers or () if each["index"] == slowest)
+    busy = seconds["total"] > _MUCH * (seconds["total"] + seconds.get("wait", 0.0))
+    return slowest if busy and spent[slowest] > _UNEVEN * min(spent.values()) else None
+
+
 def _remarks(stats: Mapping[str, Any], shares: Mapping[str, float]) -> Iterator[str]:
     """What is slow, and what to do; the largest first."""
     has_workers = isinstance(stats.get("workers"), list)
-    if shares.get("wait", 0.0) > _MUCH:
+    slowest = _held_up_by(stats)
+    if slowest is not None:
+        yield (
+            f"Worker {slowest} is much slower than the others: look at its environment. In a synchronous batch the "
+            "others wait for it; with sync=False or preemptive_threshold= they do not."
+        )
+    elif shares.get("wait", 0.0) > _MUCH:
         yield (
             "Workers wait for your loop most of the time: learn faster, or use fewer workers. sync=False lets them "
             "go on while you learn."

@@ -62,7 +62,7 @@ class LastOfSlices(Transform):
         if begins is None:
             raise KeyError(
                 f"transform: {self!r} expected slices, marked in {self._begins!r}, got a batch without them. Give the "
-                "buffer the sampler that was made with it."
+                "buffer the sampler that was made with it; read single elements with buffer.storage[...]."
             )
         marks = begins.reshape(len(tensordict), -1).any(-1)
         place = torch.arange(len(marks), device=marks.device)
