@@ -15,7 +15,7 @@ import argparse
 
 import openai
 import torch
-from grpo_tiny import LETTERS, following, make_model, make_tokenizer
+from grpo_tiny import LETTERS, make_policy, make_tokenizer
 from torch.nn.utils.rnn import pad_sequence
 
 from rollwright.collectors.llm import LLMCollector
@@ -33,7 +33,7 @@ def agent(row: dict, base_url: str, api_key: str) -> float:
     for reward in (1.0, 0.5):
         messages.append({"role": "user", "content": f"{row['letter']}+1="})
         messages.append(client.chat.completions.create(model="policy", messages=messages).choices[0].message)
-        if messages[-1].content == following(row["letter"])[0]:
+        if messages[-1].content == (LETTERS * 2)[LETTERS.index(row["letter"]) + 1]:
             return reward
     return 0.0
 
@@ -50,11 +50,8 @@ def loss_of(model: torch.nn.Module, batch) -> torch.Tensor:
 
 def train(seed: int, updates: int, prompts: int = 8, samples: int = 8) -> list[float]:
     """Returns the mean reward of each batch."""
-    torch.manual_seed(seed)
-    torch.set_num_threads(1)
-    tokenizer = make_tokenizer()
+    model, tokenizer = make_policy(seed).model, make_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    model = make_model(len(tokenizer))
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 1})
     rows = [{"letter": letter} for letter in LETTERS]
     env = AgentEnv.from_dataloader(rows, agent, batch_size=32, repeats=samples, shuffle=True, seed=seed)

@@ -177,7 +177,7 @@ def test_wrong_paths(run, tmp_path, dataset):
         "empty": "holds neither a dataset.json, a memory-mapped TensorDict, a replay buffer nor a dataset of Minari",
         "text.pt": "text.pt is damaged, or was not written by torch.save",
         "list.pt": "holds a list, expected a TensorDict",
-        "minari": "minari.load_dataset reads it",
+        "minari": "holds neither a dataset.json, a memory-mapped TensorDict, a replay buffer nor a dataset of Minari",
         "broken": "no readable JSON",
         "other": "describes no rollwright dataset",
         "later": "format version 99",

@@ -245,7 +245,8 @@ class Collector(BaseCollector):
                     continue
             if batches:
                 try:
-                    self._observers.delivered()
+                    if self._observers.follow:
+                        self._observers.delivered()
                 except BaseException:
                     self._kept += batches
                     raise

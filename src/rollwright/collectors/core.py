@@ -153,10 +153,12 @@ class DataCursor:
 
     Attributes:
         is_over: whether there is nothing more to give.
+        batch_is_over: whether the batch ends with the step that was taken last.
         offers_again: whether complete trajectories whose delivery failed are offered again; if not, they are dropped.
     """
 
     is_over: bool = False
+    batch_is_over: bool = False
     offers_again: bool = False
 
     @property
@@ -281,11 +283,6 @@ class Path(ABC):
     def goes_on(self) -> bool:
         """Whether the next batch begins with what an error has left of the last one."""
         return False
-
-    @property
-    def ends_here(self) -> bool:
-        """Whether the batch ends with the step that was taken last."""
-        return self.cursor.is_over
 
     # The current TensorDict ----------------------------------------------------------------------
 

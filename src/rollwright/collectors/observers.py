@@ -37,12 +37,15 @@ class Observers:
         progress: show a progress bar.
         name: of the collector's class.
         noun: what it counts.
+
+    Attributes:
+        follow: whether there are any.
     """
 
     def __init__(self, stats: Callable[[], dict[str, Any]], *, progress: bool, name: str, noun: str) -> None:
         self._stats, self._name, self._noun = stats, name, noun
         self._logs: list[_Log] = []
-        self._shows = progress
+        self._shows = self.follow = progress
         self._progress: CollectionProgress | None = None
 
     def add(self, logger: Logger, every_s: float, prefix: str) -> None:
@@ -59,10 +62,11 @@ class Observers:
         if not every_s >= 0:
             raise ValueError(f"every_s: expected 0 or more seconds, got {every_s!r}.")
         self._logs.append(_Log(logger, every_s, prefix))
+        self.follow = True
 
     def delivered(self) -> None:
         """A batch is about to be handed out, or was written to the replay buffer."""
-        if not self._logs and not self._shows:
+        if not self.follow:
             return
         stats = self._stats()
         if self._shows and self._progress is None:

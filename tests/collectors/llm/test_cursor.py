@@ -14,6 +14,7 @@ class Slots:
     """Conversations in progress, of a list."""
 
     sizes = None
+    only_rest = False
 
     def __init__(self):
         self.going_on = []

@@ -11,6 +11,7 @@ from rollwright.collectors.llm import LLMCollector
 from rollwright.envs import RewardSum, StepCounter, TransformedEnv
 from rollwright.envs.llm import AddThinkingPrompt, ChatEnv, KLRewardTransform, PolicyVersion, RetrieveLogProb
 from rollwright.envs.transforms import Compose, Transform
+from rollwright.errors import EnvError
 
 pytestmark = [pytest.mark.llm, pytest.mark.usefixtures("_one_thread")]
 
@@ -44,7 +45,7 @@ ON_TURNS = {
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", ON_TURNS)
 def test_transforms_on_turns_give_what_they_give_on_tensordicts(name, whole):
-    options = {"trajs_per_batch": 2} if whole else {"dialog_turns_per_batch": 6}
+    options = {"trajs_per_batch": 2, "async_envs": False} if whole else {"dialog_turns_per_batch": 6}
     found = []
     for plain in (False, True):
         policy = wrapper()
@@ -203,7 +204,14 @@ class Passed(Transform):
         return next_tensordict
 
 
-@pytest.mark.parametrize("options", [{"dialog_turns_per_batch": 6}, {"trajs_per_batch": 1}, {"groups_per_batch": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dialog_turns_per_batch": 6},
+        {"trajs_per_batch": 1, "async_envs": False},
+        {"groups_per_batch": 1, "async_envs": False},
+    ],
+)
 def test_no_conversation_is_lost_where_the_path_changes_in_the_middle_of_a_run(options):
     found, paths = [], []
     with LLMCollector(chats(transform=StepCounter()), policy=wrapper(), **options) as collector:
@@ -219,3 +227,13 @@ def test_no_conversation_is_lost_where_the_path_changes_in_the_middle_of_a_run(o
     whole = {name[0] for name in found if name[3] == name[0] * 7 % 4}
     assert len(whole) == PROMPTS - dropped
     assert dropped < PROMPTS
+
+
+@pytest.mark.parametrize(("given", "kind"), [(None, EnvError), (True, ValueError)])
+def test_a_change_that_needs_tensordicts_is_refused_where_conversations_are_taken_as_they_end(given, kind):
+    options = {"groups_per_batch": 1, "async_envs": given}
+    with LLMCollector(chats(transform=StepCounter()), policy=wrapper(), **options) as collector:
+        collector.next()
+        collector.env.append_transform(Passed())
+        with pytest.raises(kind, match="async_envs"):
+            collector.reset()

@@ -41,7 +41,7 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.priming import provide_for_policy, taking_indices
 from rollwright.envs.recreation.policy import num_recreations
 from rollwright.envs.utils import set_exploration_type
-from rollwright.errors import NoSilentEnd, NotNative
+from rollwright.errors import EnvError, NoSilentEnd, NotNative
 from rollwright.modules import set_recurrent_mode
 
 
@@ -115,9 +115,7 @@ class Rollout:
         if options.auto_register_policy_transforms:
             self.env = env = taking_indices(env, self._trial().indices())
         self._warn_of_private_entries()
-        in_turns = dialogue_parts(env, self.acting.policy, options) is not None
-        streams = options.in_stream if in_turns else goes_by_itself(env, options)
-        self.num_rows = 1 if streams else env.numel()
+        self.num_rows = self._rows()
         self.counts = FrameCounts.of(options, self.num_rows)
         self.timer, self.episodes = StageTimer(), EpisodeStats()
         self.observer: RolloutObserver = SilentObserver() if observer is None else observer
@@ -380,7 +378,7 @@ class Rollout:
                     seconds["policy"] += acted - begun
                     seconds["env"] += stepped - acted + clock() - recorded
                     seconds["write"] += recorded - stepped
-                    if self._path.ends_here or (self.interrupted is not None and self.interrupted()):
+                    if self._path.cursor.batch_is_over or (self.interrupted is not None and self.interrupted()):
                         break
                 return self._finish(t + 1)
             except BaseException as error:
@@ -522,8 +520,24 @@ class Rollout:
             self.choose_path_again()
         return shared
 
+    def _rows(self) -> int:
+        """Rows of a batch: 1 where frames are taken in the order in which environments are ready."""
+        in_turns = dialogue_parts(self.env, self.acting.policy, self.options) is not None
+        streams = self.options.in_stream if in_turns else goes_by_itself(self.env, self.options)
+        return 1 if streams else self.env.numel()
+
     def choose_path_again(self) -> None:
-        """Environment or policy are no longer what the path was chosen for."""
+        """Environment or policy are no longer what the path was chosen for.
+
+        Raises:
+            EnvError: conversations are taken as they end, and TensorDicts of all would now be passed together.
+        """
+        if self._rows() != self.num_rows:
+            raise EnvError(
+                f"{self.env}: conversations are taken in the order in which they end, and it was changed so that "
+                "TensorDicts of all have to be passed together. Make the collector after the change, or with "
+                "async_envs=False."
+            )
         self._outputs = None
         self._go_on(choose_path(self._parts))
         self._to_compile = bool(self.options.compile_policy)

@@ -17,7 +17,7 @@ SAVED = Path(__file__).parent / "saved"
 OPTIONS = {
     "turns": {"dialog_turns_per_batch": 6},
     "stream": {"dialog_turns_per_batch": 5, "async_envs": True},
-    "conversations": {"trajs_per_batch": 2},
+    "conversations": {"trajs_per_batch": 2, "async_envs": False},
     "groups": {"groups_per_batch": 1, "async_envs": True},
 }
 KEYS = ("prompt_index", "epoch", "repeat", "turn")

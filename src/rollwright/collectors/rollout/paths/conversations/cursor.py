@@ -58,6 +58,10 @@ class InProgress(Protocol):
     def is_over(self) -> bool:
         """Whether there is nothing to go on with."""
 
+    @property
+    def only_rest(self) -> bool:
+        """Whether all that go on have failed, and wait for the next batch."""
+
     def delivered(self) -> None:
         """A batch has reached the consumer."""
 
@@ -235,6 +239,11 @@ class ConversationCursor(DataCursor):
     def is_over(self) -> bool:  # type: ignore[override]
         """See :attr:`DataCursor.is_over`."""
         return self.progress.is_over
+
+    @property
+    def batch_is_over(self) -> bool:  # type: ignore[override]
+        """See :attr:`DataCursor.batch_is_over`: also where all that continue have failed."""
+        return self.progress.is_over or self.progress.only_rest
 
     @property
     def versions(self) -> Mapping[Origin, int]:

@@ -230,6 +230,8 @@ class ConversationPoolPath(PoolPath):
 
     # What its cursor asks of it -----------------------------------------------------------------------
 
+    only_rest = False  # an error takes them all back
+
     @property
     def is_over(self) -> bool:
         """See :attr:`InProgress.is_over`."""

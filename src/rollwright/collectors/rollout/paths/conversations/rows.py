@@ -150,6 +150,8 @@ class ConversationRows:
 
     # What its cursor asks of it -----------------------------------------------------------------------
 
+    only_rest = False  # an error takes them all back
+
     @property
     def is_over(self) -> bool:
         """See :attr:`InProgress.is_over`."""

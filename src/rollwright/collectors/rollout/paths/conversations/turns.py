@@ -183,11 +183,6 @@ class TurnPath(Path):
         """See :attr:`Path.goes_on`."""
         return self._dialogs.intact
 
-    @property
-    def ends_here(self) -> bool:
-        """See :attr:`Path.ends_here`: also where all that go on have failed, and wait for the next batch."""
-        return self.cursor.is_over or self._dialogs.only_rest
-
     def record(self, t: int) -> None:
         """See :meth:`Path.record`."""
         if any(self._dialogs.rows):
