@@ -26,7 +26,13 @@ from rollwright.collectors.base import BaseCollector
 from rollwright.collectors.core import never
 from rollwright.collectors.delivery.queues import QueueBacklog
 from rollwright.collectors.delivery.rows import as_trajectories
-from rollwright.collectors.delivery.saved_state import check_entries, warn_of_unsaved
+from rollwright.collectors.delivery.saved_state import (
+    check_entries,
+    check_generators,
+    generator_states,
+    load_generators,
+    warn_of_unsaved,
+)
 from rollwright.collectors.delivery.stored import await_publication
 from rollwright.collectors.delivery_options import warn_of_splits, write_count_of
 from rollwright.collectors.factory import register_workers
@@ -477,6 +483,7 @@ class MultiCollector(BaseCollector):
         """See :meth:`Collector.state_dict`: that of each worker is at ``"worker0"``, ``"worker1"``...
 
         ``frames``, ``iter``, ``policy_version`` and ``traj_pool`` (the next trajectory id) are those of all.
+        ``streams`` are the global random generators of this process, from which your loop draws.
 
         Warns:
             UserWarning: something could not be saved; once for each collector.
@@ -489,6 +496,7 @@ class MultiCollector(BaseCollector):
         state["policy_version"] = self._weights.version
         state["traj_pool"] = {"traj_id": max(int(saved["traj_pool"]["traj_id"]) for saved in states)}
         state["undelivered"] = schedule
+        state["streams"] = generator_states(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())
         if not self._has_warned_of_unsaved:
             self._has_warned_of_unsaved = warn_of_unsaved(dict(zip(state, states, strict=False)))
         return state
@@ -512,6 +520,8 @@ class MultiCollector(BaseCollector):
         nothing = {"frames": state_dict["frames"], "waiting": [], "trajectories": []}
         undelivered = state_dict.get("undelivered", nothing)
         check_undelivered(undelivered)
+        if (streams := state_dict.get("streams")) is not None:
+            check_generators(streams)
         states = [((state_dict[name],), kwargs) for name in names]
         self._calls.between("check_saved_state", states)  # none loads what another one would refuse
         self._calls.between("load_saved_state", states)
@@ -519,6 +529,8 @@ class MultiCollector(BaseCollector):
         self._schedule.load_state_dict(undelivered)
         self._schedule.batches = int(state_dict.get("iter", 0))
         self._weights.load(int(state_dict.get("policy_version", 0)), [state_dict[name] for name in names])
+        if streams is not None:
+            load_generators(streams)
 
     # Observation ------------------------------------------------------------------------------
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import warnings
 
+import numpy as np
 import pytest
+import torch
 from tests.collectors.workers.envs import VERSION, gain, makers
 from tests.collectors.workers.processes import wait_until
 from tests.variants import in_turn
@@ -45,6 +48,24 @@ def test_a_state_right_after_an_update_holds_the_new_weights(make, kind, some):
         assert bool(((batch["action"].squeeze(-1) == 5.0) == (batch[VERSION] == 1)).all())
     assert second.stats()["policy_version"] == 1
     assert second.update_policy_weights_(gain(7.0)) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_numbers_that_the_loop_draws_go_on_too(make, kind):
+    def drawn():
+        return torch.randperm(100).tolist(), np.random.permutation(100).tolist(), random.random()
+
+    collector = make(kind, makers(), gain(1.0), frames_per_batch=10)
+    collector.next()
+    state, expected = collector.state_dict(), drawn()
+    assert drawn() != expected
+    damaged = {**state, "streams": {**state["streams"], "torch": torch.zeros(3, dtype=torch.uint8)}}
+    with pytest.raises(RuntimeError):
+        collector.load_state_dict(damaged)
+    collector.load_state_dict({name: value for name, value in state.items() if name != "streams"})  # an older one
+    assert drawn() != expected
+    collector.load_state_dict(state)
+    assert drawn() == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

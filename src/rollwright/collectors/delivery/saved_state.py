@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ class SavedState:
         state["trajectories"] = trajectories
         state["held"] = held
         state["episodes"] = rollout.episodes.state_dict()
-        state["streams"] = _generator_states(rollout)
+        state["streams"] = generator_states(_cuda_devices(rollout))
         state["unsaved"] = unsaved
         return state
 
@@ -127,7 +127,7 @@ class SavedState:
             rollout.start_over()  # what the environment was in begins again
         self._delivery.load_held(state.get("held"), saved, ids_are_free=ids_are_free)
         if state.get("streams") is not None:
-            _load_generators(state["streams"])
+            load_generators(state["streams"])
         if reason is not None:
             warn_user(f"load_state_dict: {reason}", UserWarning)
 
@@ -141,7 +141,7 @@ class SavedState:
             )
         saved, episodes, streams = placed(state.get("trajectories")), None, state.get("streams")
         if streams is not None:
-            _check_generators(streams)
+            check_generators(streams)
         if "episodes" in state:
             episodes = placed(state["episodes"])
             self._rollout.episodes.copy().load_state_dict(episodes, goes_on=saved is not None)
@@ -308,20 +308,29 @@ def _equal(one: Any, other: Any) -> bool:
 # Random numbers -----------------------------------------------------------------------------------------
 
 
-def _generator_states(rollout: Rollout) -> dict[str, Any]:
-    """The states of the global generators: torch's, those of the CUDA devices in use, NumPy's and Python's."""
+def _cuda_devices(rollout: Rollout) -> list[int]:
+    """Those in use."""
     devices = {*vars(rollout.devices).values(), module_device(rollout.policy)}
-    used = sorted({_index(device) for device in devices if device is not None and device.type == "cuda"})
+    return sorted({_index(device) for device in devices if device is not None and device.type == "cuda"})
+
+
+def generator_states(cuda: Iterable[int]) -> dict[str, Any]:
+    """The states of the global generators of this process: torch's, NumPy's and Python's.
+
+    Args:
+        cuda: indices of the devices whose generators are saved, too.
+    """
     version, numbers, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": {index: torch.cuda.get_rng_state(index) for index in used},
+        "cuda": {index: torch.cuda.get_rng_state(index) for index in cuda},
         "numpy": _as_tensors(np.random.get_state(legacy=False)),
         "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
     }
 
 
-def _load_generators(saved: Mapping[str, Any]) -> None:
+def load_generators(saved: Mapping[str, Any]) -> None:
+    """Go on from :func:`generator_states`."""
     torch.set_rng_state(saved["torch"].cpu())
     for index, stream in saved["cuda"].items():
         if index < torch.cuda.device_count():
@@ -331,7 +340,7 @@ def _load_generators(saved: Mapping[str, Any]) -> None:
     random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
 
 
-def _check_generators(saved: Mapping[str, Any]) -> None:
+def check_generators(saved: Mapping[str, Any]) -> None:
     """Test that generators take states, with others than the global ones."""
     torch.Generator().set_state(saved["torch"].cpu())
     np.random.RandomState().set_state(_as_arrays(saved["numpy"]))
