@@ -95,7 +95,7 @@ def check_chat_env(
     Example:
         >>> class Guess:
         ...     def __init__(self, row):
-        ...         self.tries = 0
+        ...         self.tries = 1
         ...
         ...     def reply(self, messages):
         ...         self.tries += 1

@@ -167,7 +167,7 @@ def _flag(done: Any) -> bool:
     if callable(getattr(done, "item", None)):
         with contextlib.suppress(ValueError, RuntimeError):  # of more than one element
             value = done.item()
-    if not isinstance(value, int):
+    if not isinstance(value, int) or value not in (0, 1):
         raise ValueError(f"returned done={_shown(done)}, expected True or False")
     return bool(value)
 
