@@ -101,7 +101,7 @@ def check_chat_env(
         ...         self.tries += 1
         ...         return "Wrong.", 0.0, self.tries
         >>> [finding.text for finding in check_chat_env(Guess).findings if finding.is_error]
-        ["... the environment Guess returned done=2, expected True or False. Correct its method reply."]
+        ['... the environment Guess returned done=2, expected True or False. Correct its method reply.']
     """
     report = ChatReport()
     made = _maker(env, rows, max_turns, timeout_s)
