@@ -518,3 +518,11 @@ def test_elements_of_several_frames_say_how_to_store_frames():
     for n in ([4, 7], [40]):
         with pytest.raises(ValueError, match=r"elements are batches \[10\].*extend\(data.reshape\(-1\)\)"):
             buffer.extend(TensorDict({"obs": torch.zeros(*n, 3)}, n))
+
+
+def test_priorities_that_were_not_written_say_how_to_write_them():
+    options = {"alpha": 0.6, "beta": 0.4, "storage": LazyTensorStorage(10), "batch_size": 2}
+    buffer = TensorDictPrioritizedReplayBuffer(**options)
+    buffer.extend(frames(5))
+    with pytest.raises(KeyError, match=r"expected the entries .*td_error.*error.abs\(\)"):
+        buffer.update_tensordict_priority(buffer.sample())

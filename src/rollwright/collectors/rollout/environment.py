@@ -51,7 +51,7 @@ def _made(create_env_fn: EnvMaker, options: CollectorOptions) -> EnvBase:
         if len(listed) != 1:
             raise ValueError(
                 f"create_env_fn: a collector of one process takes one environment, got {len(listed)} factories. "
-                "Wrap them in SerialEnv."
+                "Wrap them in SerialEnv, or pass num_collectors= for a worker each."
             )
         made = listed[0]
     made = as_maker(made)

@@ -376,7 +376,11 @@ def priorities_in(data: TensorDictBase, key: NestedKey) -> dict[str, Any]:
     """
     missing = [name for name in (key, "index") if data.get(name, None) is None]
     if missing:
-        raise KeyError(f"data: expected the entries {missing}, got {sorted(map(str, data.keys(True)))}.")
+        raise KeyError(
+            f"data: expected the entries {missing}, got {sorted(map(str, data.keys(True)))}. Pass a batch of sample(), "
+            f"and first write what each element is worth into it: batch[{key!r}] = error.abs(). priority_key= "
+            "of the buffer names another entry."
+        )
     index, generation = cast(torch.Tensor, data.get("index")), data.get(GENERATION, None)
     for _ in range(data.ndim - 1):
         index, generation = index[:, 0], None if generation is None else generation[:, 0]
