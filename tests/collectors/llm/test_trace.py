@@ -239,15 +239,17 @@ def test_agents_that_own_their_loop_are_replayed_with_all_their_sequences(async_
 def test_versions_of_tokens_are_those_of_the_recorded_run(tmp_path):
     policy = wrapper()
     options = {"trajs_per_batch": 1, "track_policy_version": True}
+
+    def versions(collector):
+        found = {}
+        for batch in collector:
+            for row in batch.unbind(0):
+                found[int(row["prompt_index"]), int(row["turn"])] = row["tokens", "policy_version"].tolist()
+            collector.update_policy_weights_(llm_models.model())
+        return found
+
     with LLMCollector(chats(2, prompts=4), policy, trace=tmp_path, **options) as collector:
-        found = []
-        for batch in collector:
-            found += [row["tokens", "policy_version"].tolist() for row in batch.unbind(0)]
-            collector.update_policy_weights_(llm_models.model())
+        found = versions(collector)
     with LLMCollector(chats(2, prompts=4), replay=tmp_path, **options) as collector:
-        again = []
-        for batch in collector:
-            again += [row["tokens", "policy_version"].tolist() for row in batch.unbind(0)]
-            collector.update_policy_weights_(llm_models.model())
-    assert again == found
-    assert torch.tensor([version for row in found for version in row]).unique().numel() > 1
+        assert versions(collector) == found
+    assert torch.tensor([version for row in found.values() for version in row]).unique().numel() > 1

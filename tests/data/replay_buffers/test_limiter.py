@@ -237,6 +237,21 @@ def test_the_only_thread_does_not_wait_for_itself(prefetch):
     buffer.shutdown()
 
 
+@pytest.mark.parametrize("name", ["rollwright-engines", "tqdm_monitor"])
+def test_threads_that_write_into_no_buffer_are_no_company(name):
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, args=(60,), name=name, daemon=True)
+    thread.start()
+    buffer, _ = limited()
+    try:
+        with pytest.raises(RuntimeError, match="this is the only thread"):
+            buffer.sample()
+    finally:
+        over.set()
+        thread.join()
+        buffer.shutdown()
+
+
 def test_who_waits_in_vain_says_for_whom_and_what_to_do(company):
     buffer, limiter = limited(timeout_s=0.02)
     with pytest.raises(TimeoutError, match=r"waited 0\.02 s .* 4 more are inserted .*no collector runs.*larger"):

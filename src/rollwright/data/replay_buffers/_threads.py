@@ -17,6 +17,7 @@ from rollwright._processes.forks import on_fork
 T = TypeVar("T")
 _FIRST_NAP_S, _LONGEST_NAP_S = 0.2e-3, 10e-3
 _PREFETCHERS = "rollwright-prefetch"  # threads that draw only what was asked for
+_NEVER_WRITE = (_PREFETCHERS, "rollwright-engines", "tqdm_monitor")  # names of threads that use no buffer by themselves
 
 
 class Ticket:
@@ -237,4 +238,4 @@ class ProgressCondition:
 
 def _is_only_thread() -> bool:
     me = threading.current_thread()
-    return all(thread is me or thread.name.startswith(_PREFETCHERS) for thread in threading.enumerate())
+    return all(thread is me or thread.name.startswith(_NEVER_WRITE) for thread in threading.enumerate())
