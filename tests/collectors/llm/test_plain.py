@@ -121,9 +121,9 @@ def same(native, plain, apart=()):
     [
         {"dialog_turns_per_batch": 9},
         {"dialog_turns_per_batch": 9, "flatten_data": True},
-        {"trajs_per_batch": 2},
-        {"groups_per_batch": 1},
-        {"yield_only_last_steps": True},
+        {"trajs_per_batch": 2, "async_envs": False},
+        {"groups_per_batch": 1, "async_envs": False},
+        {"yield_only_last_steps": True, "async_envs": False},
         {"dialog_turns_per_batch": 3, "reset_at_each_iter": True},
     ],
     ids=lambda options: "-".join(options),
