@@ -115,7 +115,6 @@ def returns(value):
         (KeyError("key"), "raised KeyError: 'key'"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a socket that ends with its server
 def test_a_function_that_fails_is_named_with_its_cause(value, message):
     with pytest.raises(EnvError, match=f"conversation 0 from prompt 0.*{message}"):
         collect(returns(value))
