@@ -116,8 +116,10 @@ class Endpoint:
         try:
             self._loop.run_forever()
         finally:
-            self._server.close()
+            for socket in self._server.sockets:  # a server that is closed cannot begin what it has accepted
+                self._loop.remove_reader(socket.fileno())
             self._loop.run_until_complete(_turns())  # requests that wait are refused
+            self._server.close()
             open_now = list(self._connections)
             for task in open_now:
                 task.cancel()
