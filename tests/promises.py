@@ -69,7 +69,7 @@ PROMISES = {
             "collectors/rollout/test_seeds.py",
             "collectors/workers/test_equality.py",
             "collectors/workers/test_resume.py",
-            "envs/checkpoint/test_checkpoint.py",
+            "envs/test_checkpoint.py",
         ),
     ),
     "p7": Promise(

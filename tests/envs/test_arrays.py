@@ -15,7 +15,7 @@ from rollwright import Collector
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv, default_info_dict_reader
 from rollwright.envs.arrays import FLAGS, ArrayTransform, array_form
-from rollwright.envs.libs.vector.in_turn import InTurn
+from rollwright.envs.libs.vector import InTurn
 from rollwright.envs.transforms import (
     Compose,
     DoubleToFloat,

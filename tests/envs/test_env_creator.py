@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollwright.envs import SerialEnv, TransformedEnv, VecNorm
-from rollwright.envs.env_creator import EnvCreator, env_creator
+from rollwright.envs.factories import EnvCreator, env_creator
 from rollwright.envs.libs import GymEnv
 
 

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase, dense_stack_tds
 
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import AsyncEnvPool, EnvBase, GymEnv, ParallelEnv, SerialEnv, TransformedEnv, check_env_specs
-from rollwright.envs._partial_reset import merge_reset
+from rollwright.envs._results import merge_reset
 from rollwright.envs.transforms import StepCounter
 from rollwright.errors import EnvError
 from rollwright.testing.mocking_classes import EnvWithDynamicSpec, HeterogeneousCountingEnv

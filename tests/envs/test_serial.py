@@ -12,7 +12,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from rollwright.data import Composite, OneHot, Unbounded
 from rollwright.envs import EnvBase, StepCounter, TransformedEnv, check_env_specs, step_mdp
-from rollwright.envs.env_creator import EnvCreator
+from rollwright.envs.factories import EnvCreator
 from rollwright.envs.libs import GymEnv
 from rollwright.envs.serial import SerialEnv
 from rollwright.errors import EnvError, EnvKeyError

@@ -24,8 +24,8 @@ from rollwright.cli.console import Console
 from rollwright.cli.errors import Failure, brief
 from rollwright.data.datasets import load_dataset, remove_dataset
 from rollwright.data.specs import NonTensor
+from rollwright.data.specs.gymspaces import Leaf, leaves_of
 from rollwright.envs import GymEnv
-from rollwright.envs.libs.codecs import Leaf, leaves_of
 from rollwright.errors import MissingExtraError, require
 
 _ROOT_VARIABLE = "MINARI_DATASETS_PATH"

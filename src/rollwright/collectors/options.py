@@ -13,7 +13,7 @@ from rollwright._keys import NestedKey
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, whole
 from rollwright.collectors.delivery_options import check_delivery
 from rollwright.data.specs.shapes import known_device, usable_device
-from rollwright.envs.recreation.policy import check_failure
+from rollwright.envs.recreation import check_failure
 from rollwright.envs.utils import ExplorationType
 from rollwright.modules.llm.engine import CacheMode, UpdateMode
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase

@@ -8,7 +8,7 @@ from rollwright.envs import priming as priming  # registers policy=
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.batched.parallel import ParallelEnv
-from rollwright.envs.env_creator import EnvCreator, env_creator
+from rollwright.envs.factories import EnvCreator, env_creator
 from rollwright.envs.libs import (
     BraxEnv,
     BraxWrapper,
@@ -29,7 +29,7 @@ from rollwright.envs.libs import (
     set_gym_backend,
     to_torchrl,
 )
-from rollwright.envs.libs.torchrl import translation as translation  # how TorchRLWrapper steps
+from rollwright.envs.libs import torchrl_translation as torchrl_translation  # how TorchRLWrapper steps
 from rollwright.envs.serial import SerialEnv
 from rollwright.envs.transforms import (
     ActionMask,

@@ -16,9 +16,6 @@ from rollwright.data.specs import Categorical, Composite, TensorSpec, Unbounded,
 from rollwright.data.specs.shapes import usable_device
 from rollwright.errors import EnvError
 
-__all__ = ["EnvSpecs"]
-
-
 S = TypeVar("S", bound=TensorSpec)
 T = TypeVar("T")
 

@@ -1,21 +1,39 @@
-"""Factories of the environments of a batch, and the properties that they share."""
+"""Factories of environments: of those of a batch, and EnvCreator, which can be sent to other processes."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import torch
 from gymnasium.vector import VectorEnv
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
+from rollwright._processes.pickling import dumps
 from rollwright.data.specs import Composite, StackedComposite, stack
-from rollwright.envs.base import EnvBase
-from rollwright.envs.each import renamed
+from rollwright.envs.base import EnvBase, closed_on_error
 from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_env, remedy_for
 from rollwright.errors import EnvError, RollwrightError, text_of
+
+EACH = "list_of_kwargs"  # among the arguments of a reset: those of one worker each
+
+
+def own_kwargs(kwargs: Mapping[str, Any], worker: int) -> dict[str, Any]:
+    """The arguments of a reset for one worker: those of all, and its own out of ``list_of_kwargs``, which win."""
+    common = dict(kwargs)
+    each = common.pop(EACH, None)
+    return common if each is None else {**common, **each[worker]}
+
+
+def renamed(place: str, error: RollwrightError) -> RollwrightError:
+    """The error with its place in front; subclasses from elsewhere may take other arguments."""
+    kind = type(error) if type(error).__module__ == RollwrightError.__module__ else EnvError
+    return kind(f"{place}: {error}")
+
 
 GymnasiumEnv = gymnasium.Env[Any, Any] | VectorEnv[Any, Any, Any]
 Factory = Callable[..., EnvBase]  # what functions of users become
@@ -170,3 +188,130 @@ def call_each(functions: list[Callable[..., Any]]) -> Callable[..., list[Any]]:
         return [function(*args, **kwargs) for function in functions]
 
     return call
+
+
+class EnvMetaData(NamedTuple):
+    """What an environment is known by without being made again.
+
+    Attributes:
+        specs: of the environment: ``"input_spec"`` and ``"output_spec"``.
+        batch_size: of its data.
+        device: of its data; None: none in particular.
+        batch_locked: whether it can be stepped with data of that batch size alone.
+        tensordict: zeros with the entries of a step.
+    """
+
+    specs: Composite
+    batch_size: torch.Size
+    device: torch.device | None
+    batch_locked: bool
+    tensordict: TensorDict
+
+
+class EnvCreator:
+    """A function that makes an environment, with its arguments; lambdas and closures can be pickled.
+
+    Args:
+        create_env_fn: returns an environment; or the name of a registered one.
+        create_env_kwargs: arguments for it.
+        **kwargs: more arguments for it, which win over ``create_env_kwargs``.
+
+    Raises:
+        TypeError: ``create_env_fn`` cannot be called, or is an environment.
+
+    Example:
+        >>> import pickle
+        >>> from rollwright.envs import GymEnv
+        >>> make = EnvCreator(lambda name: GymEnv(name), name="CartPole-v1")
+        >>> pickle.loads(pickle.dumps(make))()
+        GymEnv(env=CartPole-v1, batch_size=[], device=None)
+        >>> make(name="Pendulum-v1")
+        GymEnv(env=Pendulum-v1, batch_size=[], device=None)
+    """
+
+    def __init__(
+        self,
+        create_env_fn: str | Callable[..., Any],
+        create_env_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if is_env(create_env_fn) or not (callable(create_env_fn) or isinstance(create_env_fn, str)):
+            raise TypeError(
+                "create_env_fn: expected a function that makes an environment, or a name, got "
+                f"{type(create_env_fn).__name__}: {create_env_fn!r}. {remedy_for(create_env_fn)}"
+            )
+        self.create_env_fn = as_maker(create_env_fn)
+        self.create_env_kwargs = {**(create_env_kwargs or {}), **kwargs}
+        self._meta_data: EnvMetaData | None = None
+        self._state: dict[str, Any] | None = None
+
+    def __call__(self, **kwargs: Any) -> EnvBase:
+        """Make an environment; arguments given here win over those given before."""
+        made: EnvBase = self.create_env_fn(**{**self.create_env_kwargs, **kwargs})
+        if self._state is not None:
+            made = as_env(made)
+            with closed_on_error([made]):
+                made.load_state_dict(self._state)
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the environments that are made: what was loaded, else that of one made and reset for it."""
+        if self._state is not None:
+            return deepcopy(self._state)
+        env = as_env(self())
+        try:
+            env.reset()  # statistics take shape with the first data
+            return deepcopy(dict(env.state_dict()))
+        finally:
+            env.close()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Make environments that begin with the state of another one, its ``state_dict()``: statistics, say.
+
+        Each has a copy. What does not fit is an error when an environment is made.
+        """
+        self._state = deepcopy(dict(state_dict))
+
+    @property
+    def meta_data(self) -> EnvMetaData:
+        """Specs of the environments; the first time, one is made for it and closed."""
+        if self._meta_data is None:
+            env = self()
+            try:
+                batch_size, zeros = env.batch_size, env.fake_tensordict()
+                self._meta_data = EnvMetaData(env.specs, batch_size, env.device, env.batch_locked, zeros)
+            finally:
+                env.close()
+        return self._meta_data
+
+    def make_variant(self, **kwargs: Any) -> EnvCreator:
+        """A creator of the same environments with other arguments."""
+        variant = EnvCreator(self.create_env_fn, {**self.create_env_kwargs, **kwargs})
+        if self._state is not None:
+            variant.load_state_dict(self._state)
+        return variant
+
+    def __getstate__(self) -> bytes:
+        return dumps((self.create_env_fn, self.create_env_kwargs, self._state))
+
+    def __setstate__(self, state: bytes) -> None:
+        self.create_env_fn, self.create_env_kwargs, self._state = pickle.loads(state)
+        self._meta_data = None
+
+    def __repr__(self) -> str:
+        name = getattr(self.create_env_fn, "__qualname__", repr(self.create_env_fn))
+        arguments = "".join(f", {key}={value!r}" for key, value in self.create_env_kwargs.items())
+        return f"EnvCreator({name}{arguments})"
+
+
+def env_creator(fn: Callable[..., EnvBase]) -> EnvCreator:
+    """Decorate a function that makes environments.
+
+    >>> from rollwright.envs import GymEnv
+    >>> @env_creator
+    ... def make():
+    ...     return GymEnv("CartPole-v1")
+    >>> make
+    EnvCreator(make)
+    """
+    return EnvCreator(fn)

@@ -23,8 +23,6 @@ from rollwright.envs.transforms import CategoricalAction, Compose, InitTracker, 
 from rollwright.envs.transforms.primer import TensorDictPrimer, as_primer
 from rollwright.errors import EnvKeyError
 
-__all__ = ["may_write_indices", "provide_for_policy", "taking_indices"]
-
 Specs = dict[NestedKey, TensorSpec]
 
 

@@ -14,7 +14,7 @@ from rollwright._foreign import class_path, is_torchrl_env
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, leaf_keys, unravel, without
 from rollwright.data.layout import done_groups
 from rollwright.data.specs import make_composite_from_td
-from rollwright.envs._checks import check_entries
+from rollwright.envs._results import check_entries
 from rollwright.errors import EnvError, EnvKeyError
 
 if TYPE_CHECKING:

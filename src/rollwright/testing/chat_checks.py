@@ -12,7 +12,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from rollwright.data.llm.turns import FinishReason, Message
-from rollwright.envs.checkpoint.packed import packed, unpacked
+from rollwright.envs.checkpoint import packed, unpacked
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Opening, Outcome
 from rollwright.envs.llm.env import ConversationEnv

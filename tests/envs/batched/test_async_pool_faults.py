@@ -316,7 +316,7 @@ def test_close(make: Any, backend: str, state: str) -> None:
 
 
 def test_close_with_a_stuck_thread(make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("rollwright.envs.batched.async_threads.CLOSE_S", 0.2)
+    monkeypatch.setattr("rollwright.envs.batched.async_slots.CLOSE_S", 0.2)
     pool = make([lambda: Faulty(stick)] * 2)
     pool.async_step_send(acting(pool, -1.0, 1.0))
     with pytest.warns(RuntimeWarning, match="the thread of environment 0 is left behind"):
@@ -324,7 +324,7 @@ def test_close_with_a_stuck_thread(make: Any, monkeypatch: Any) -> None:
 
 
 def test_thread_that_comes_back_too_late_closes_its_environment(make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("rollwright.envs.batched.async_threads.CLOSE_S", 0.1)
+    monkeypatch.setattr("rollwright.envs.batched.async_slots.CLOSE_S", 0.1)
     closed = threading.Event()
     pool = make([lambda: Faulty(stick, closed.set)])
     pool.async_step_send(acting(pool, -1.0))

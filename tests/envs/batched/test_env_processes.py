@@ -16,8 +16,8 @@ from tests.patience import patient
 from rollwright._processes.channel import Channel
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import AsyncEnvPool, EnvBase, GymEnv
-from rollwright.envs.batched.hosting import calls
-from rollwright.envs.batched.hosting.processes import EnvProcesses
+from rollwright.envs.batched import host
+from rollwright.envs.batched.processes import EnvProcesses
 
 
 class Growing(EnvBase):
@@ -58,7 +58,7 @@ def fill(channel: Channel) -> None:
 
 def test_end_has_one_limit_for_all() -> None:
     makers: list[Callable[[], EnvBase]] = [lambda: GymEnv("CartPole-v1")] * 4
-    processes = EnvProcesses(makers, 4, describe=calls.describe)
+    processes = EnvProcesses(makers, 4, describe=host.describe)
     for child in processes._pool.connections.values():
         os.kill(child.pid, signal.SIGSTOP)
         fill(child.channel)

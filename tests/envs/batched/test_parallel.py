@@ -19,7 +19,7 @@ from tests.variants import one_quick
 from rollwright.data import Composite, OneHot, Unbounded
 from rollwright.envs import EnvBase, SerialEnv, StepCounter, TransformedEnv, check_env_specs
 from rollwright.envs.batched.parallel import ParallelEnv
-from rollwright.envs.env_creator import EnvCreator
+from rollwright.envs.factories import EnvCreator
 from rollwright.envs.libs import GymEnv
 from rollwright.errors import EnvError, EnvKeyError
 from rollwright.modules import LSTMModule

@@ -292,7 +292,7 @@ def test_collector_gives_new_ids_where_environments_are_made_anew() -> None:
 
 
 def test_close_does_not_wait_for_a_stuck_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollwright.envs.batched.hosting.processes.CLOSE_S", 1.0)
+    monkeypatch.setattr("rollwright.envs.batched.processes.CLOSE_S", 1.0)
 
     class Stuck(Faulty):
         def close(self) -> None:
@@ -321,7 +321,7 @@ def test_interrupted_step_leaves_the_batch_in_order() -> None:
 
 
 def test_process_that_a_signal_has_stopped_is_lost_where_a_step_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollwright.envs.batched.hosting.processes.STOPPED_S", 1.0)
+    monkeypatch.setattr("rollwright.envs.batched.processes.STOPPED_S", 1.0)
     env = batch(faulty(), faulty(), env_step_timeout=None)
     td = env.rand_action(env.reset())
     os.kill(env._processes.pids()[1], signal.SIGSTOP)

@@ -256,10 +256,10 @@ def test_data_are_on_the_device_of_the_environment(name):
 
 
 def test_a_collector_chooses_its_path_again_where_the_first_reset_shows_tensors(monkeypatch):
-    monkeypatch.setattr("rollwright.envs.own.tensors.OwnTensors.check_batch", lambda self: None)
+    monkeypatch.setattr("rollwright.envs.own_tensors.OwnTensors.check_batch", lambda self: None)
     env = GymWrapper(Late("meta"), device="meta")
     monkeypatch.setattr("rollwright.envs.base.check_alive", lambda *args: None)
-    monkeypatch.setattr("rollwright.envs._checks.check_alive", lambda *args: None)
+    monkeypatch.setattr("rollwright.envs._results.check_alive", lambda *args: None)
     policy = TensorDictModule(network().to("meta"), ["policy"], ["action"])
     with Collector(env, policy, frames_per_batch=NUM * STEPS) as collector, torch.no_grad():
         rollout = collector._rollout

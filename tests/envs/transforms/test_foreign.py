@@ -23,7 +23,7 @@ from rollwright.envs import (
     check_env_specs,
     to_torchrl,
 )
-from rollwright.envs.libs.torchrl.frames import trim_by
+from rollwright.envs.libs.torchrl import trim_by
 from rollwright.envs.transforms.foreign import ForeignTransform
 from rollwright.errors import EnvError
 from rollwright.testing.mocking_classes import CountingEnv

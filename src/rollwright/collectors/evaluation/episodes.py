@@ -27,8 +27,7 @@ from rollwright.collectors.evaluation.results import (
 )
 from rollwright.collectors.rollout.policy_copies import never_copied_in
 from rollwright.data.layout import end_of_trajectory
-from rollwright.envs.base import EnvBase
-from rollwright.envs.closing import closed_on_error
+from rollwright.envs.base import EnvBase, closed_on_error
 from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_around, is_env, makers_in
 from rollwright.envs.transforms import StepCounter, TransformedEnv
 from rollwright.modules.modes import in_eval_mode

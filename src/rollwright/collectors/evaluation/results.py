@@ -17,10 +17,10 @@ from rollwright.collectors.rollout.policy_copies import never_copied_in
 from rollwright.data.layout import MASK, pad_trajectories
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.base import BatchedEnv
-from rollwright.envs.batched.hosting.host import Hosted
-from rollwright.envs.recreation.env import RecreatedEnv
+from rollwright.envs.batched.host import Hosted
+from rollwright.envs.recreation import RecreatedEnv
 from rollwright.envs.transforms import Transform
-from rollwright.envs.transforms.entries.running import RunningNorm
+from rollwright.envs.transforms.vecnorm import RunningNorm
 from rollwright.weight_update.forms import State, prepare
 from rollwright.weight_update.policy_weights import is_never_copied, weights_of
 

@@ -12,15 +12,13 @@ from torch import nn
 from rollwright._keys import as_tuple, key_str
 from rollwright.collectors.options import CollectorOptions
 from rollwright.data.llm.turns import Origin
-from rollwright.envs.base import EnvBase
+from rollwright.envs.base import EnvBase, closed_on_error
 from rollwright.envs.batched.async_pool import AsyncEnvPool
-from rollwright.envs.closing import closed_on_error
 from rollwright.envs.factories import EnvFunction, GymnasiumEnv
 from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_around, makers_in, remedy_for
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import PolicyVersion, TurnHook, turn_hooks
-from rollwright.envs.recreation.env import RecreatedEnv
-from rollwright.envs.recreation.policy import RecreationWarning
+from rollwright.envs.recreation import RecreatedEnv, RecreationWarning
 from rollwright.envs.transforms import Compose, StepCounter, TransformedEnv
 from rollwright.errors import EnvError, NotNative
 

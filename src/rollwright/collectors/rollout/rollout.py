@@ -39,7 +39,7 @@ from rollwright.data.layout.rewards import summed_reward
 from rollwright.envs.arrays import UnfitOutcome
 from rollwright.envs.base import EnvBase
 from rollwright.envs.priming import provide_for_policy, taking_indices
-from rollwright.envs.recreation.policy import num_recreations
+from rollwright.envs.recreation import num_recreations
 from rollwright.envs.utils import set_exploration_type
 from rollwright.errors import EnvError, NoSilentEnd, NotNative
 from rollwright.modules import set_recurrent_mode

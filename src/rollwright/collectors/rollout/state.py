@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from rollwright.data.made_entries import MadeEntries
-from rollwright.envs.checkpoint.snapshot import dump, load
+from rollwright.envs.checkpoint import dump, load
 
 _STACKS = (LazyStackedTensorDict, NonTensorStack)
 _DATA = (str, int, float, bool, bytes)

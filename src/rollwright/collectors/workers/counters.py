@@ -20,7 +20,7 @@ from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.stats import NUM_EPISODES
 from rollwright.collectors.workers import messages
 from rollwright.data.llm.turns import Origin
-from rollwright.envs.recreation.policy import num_recreations
+from rollwright.envs.recreation import num_recreations
 
 BEAT_S = 1.0  # the longest nap of a worker that waits
 

@@ -13,10 +13,10 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import leaf_keys
 from rollwright.data.layout import deciding_groups
-from rollwright.envs._partial_reset import LastSeen, merge_reset, reset_masks, with_kept
+from rollwright.envs._results import LastSeen, merge_reset, reset_masks, with_kept
 from rollwright.envs.batched.async_slots import Came, Slots
 from rollwright.envs.batched.base import BatchedEnv
-from rollwright.envs.batched.hosting.processes import DEFAULT_TIMEOUT_S
+from rollwright.envs.batched.processes import DEFAULT_TIMEOUT_S
 from rollwright.envs.factories import placed
 from rollwright.errors import EnvError
 

@@ -16,11 +16,8 @@ from rollwright._processes.start.methods import check_start_method
 from rollwright._warnings import warn_user
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_halves import INDEX, AsyncHalves, first_index
-from rollwright.envs.batched.async_processes import ProcessSlots
-from rollwright.envs.batched.async_slots import Came, Slots
-from rollwright.envs.batched.async_threads import ThreadSlots
-from rollwright.envs.each import own_kwargs
-from rollwright.envs.factories import EnvFunction, GymnasiumEnv
+from rollwright.envs.batched.async_slots import Came, ProcessSlots, Slots, ThreadSlots
+from rollwright.envs.factories import EnvFunction, GymnasiumEnv, own_kwargs
 from rollwright.envs.libs.foreign import as_maker, check_maker, makers_in, remedy_for
 
 _BACKENDS = ("threading", "multiprocessing")

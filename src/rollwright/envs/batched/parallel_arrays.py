@@ -23,12 +23,10 @@ from rollwright.envs.arrays import (
     refuse_overrides,
     works_on_tensordicts,
 )
-from rollwright.envs.batched.batch_arrays import ArrayFacts, BatchArrays
-from rollwright.envs.batched.hosting import calls
-from rollwright.envs.batched.hosting.answers import Gathered
-from rollwright.envs.batched.hosting.messages import AHEAD, ResetArrays, Some, StepArrays
-from rollwright.envs.batched.hosting.rows import HostedRows
-from rollwright.envs.recreation.rows import end_array_rows
+from rollwright.envs.batched import host
+from rollwright.envs.batched.base import ArrayFacts, BatchArrays
+from rollwright.envs.batched.messages import AHEAD, Gathered, ResetArrays, Some, StepArrays
+from rollwright.envs.batched.rows import HostedRows, end_array_rows
 from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ class ParallelArrays(BatchArrays):
 
     def __init__(self, env: ParallelEnv, hosted: HostedRows, known: type[ParallelEnv]) -> None:
         refuse_overrides(env, known)
-        facts: list[ArrayFacts] = list(hosted.call(calls.array_facts).values())
+        facts: list[ArrayFacts] = list(hosted.call(host.array_facts).values())
         hosted.roots = None  # the environments have new forms
         self._view(env, hosted, range(env.num_workers), facts)
 
@@ -85,7 +83,7 @@ class ParallelArrays(BatchArrays):
         check_open(self._env, "step")
         if self._hosted.is_closed:
             raise NotNative("its environments were closed, and others were made")
-        self._hosted.call(calls.check_arrays)
+        self._hosted.call(host.check_arrays)
 
     def groups(self, number: int) -> list[ArrayEnv]:
         """See :meth:`ArrayEnv.groups`."""
@@ -133,7 +131,7 @@ class ParallelArrays(BatchArrays):
             return self.reads
         if self._hosted.roots is not self._forms:
             of_one = {key: Entry(shape[1:], dtype, column) for key, (shape, dtype, column) in self._forms.items()}
-            self._hosted.call(calls.see_roots, of_one)
+            self._hosted.call(host.see_roots, of_one)
             self._hosted.roots = self._forms
         return [key for key in root if key != STEPPED]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from rollwright._keys import NestedKey
 from rollwright._warnings import warn_user
 from rollwright.data.specs import Binary, Composite, MultiOneHot, OneHot, TensorSpec
-from rollwright.data.specs.gymspaces import Leaf, leaves_of, numpy_dtype
+from rollwright.data.specs.gymspaces import Leaf, numpy_dtype
 from rollwright.errors import SpecError
 
-__all__ = ["ActionWriter", "Leaf", "ObservationReader", "leaves_of", "spec_of"]
+__all__ = ["ActionWriter", "ObservationReader", "spec_of"]
 
 Batch = tuple[int, ...]
 _MOST_ROWS = 1024  # of a table of one-hot rows

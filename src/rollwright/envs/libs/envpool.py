@@ -12,8 +12,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
+from rollwright.envs.libs.building import EnvPoolKeywords
 from rollwright.envs.libs.gym import GymWrapper
-from rollwright.envs.libs.keywords import EnvPoolKeywords
 from rollwright.errors import EnvError, require
 
 # What decides how a pool is stepped; other options go to envpool.make as they are.

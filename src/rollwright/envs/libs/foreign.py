@@ -21,13 +21,13 @@ from rollwright._foreign import (
     kind_in,
 )
 from rollwright.envs.base import EnvBase
-from rollwright.envs.libs._registered import check_registered
+from rollwright.envs.libs.building import check_registered
 from rollwright.envs.libs.dm_control import DMControlWrapper
 from rollwright.envs.libs.gym import GymEnv, GymWrapper
 from rollwright.envs.libs.jax_envs import BraxWrapper
 from rollwright.envs.libs.pettingzoo import PettingZooWrapper
 from rollwright.envs.libs.torchrl import TorchRLWrapper
-from rollwright.envs.libs.vector.batched import BatchedEnv, is_batched
+from rollwright.envs.libs.vector import BatchedEnv, is_batched
 from rollwright.envs.libs.vmas import VmasWrapper
 
 

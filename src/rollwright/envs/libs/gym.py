@@ -15,22 +15,32 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._foreign import class_path, library_of_env
 from rollwright._keys import NestedKey, key_str, leaf_keys, place, unravel
 from rollwright.data.specs import Categorical, Composite, Unbounded
-from rollwright.data.specs.gymspaces import torch_dtype
+from rollwright.data.specs.gymspaces import leaves_of, torch_dtype
 from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import Entry, NameRow, Rows, RowsStep, Values
 from rollwright.envs.base import _extensions
-from rollwright.envs.libs._gym_rows import FLAG_TYPES, GymRows
-from rollwright.envs.libs._info import BaseInfoDictReader, InfoReadingEnv, default_info_dict_reader
-from rollwright.envs.libs._make import decorate, make, name_of_observation, space_of
-from rollwright.envs.libs._registered import Available
-from rollwright.envs.libs.backend import gym_backend, set_gym_backend
-from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, leaves_of, spec_of
-from rollwright.envs.libs.keywords import GymKeywords
+from rollwright.envs.libs.building import (
+    Available,
+    GymKeywords,
+    decorate,
+    gym_backend,
+    make,
+    name_of_observation,
+    set_gym_backend,
+    space_of,
+)
+from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, spec_of
+from rollwright.envs.libs.gym_rows import (
+    FLAG_TYPES,
+    BaseInfoDictReader,
+    GymRows,
+    InfoReadingEnv,
+    default_info_dict_reader,
+)
 from rollwright.envs.libs.library import LibraryEnv
-from rollwright.envs.libs.vector.batched import BatchedEnv, is_batched
-from rollwright.envs.libs.vector.episodes import Readers, VectorEpisodes
-from rollwright.envs.libs.vector.tensors import VectorTensors, copies_of, device_of_env, gym_tensors
-from rollwright.envs.own.tensors import OwnTensors
+from rollwright.envs.libs.vector import BatchedEnv, Readers, VectorEpisodes, is_batched
+from rollwright.envs.libs.vector_tensors import VectorTensors, copies_of, device_of_env, gym_tensors
+from rollwright.envs.own_tensors import OwnTensors
 from rollwright.errors import EnvError, EnvKeyError, NotNative, SpecError
 
 __all__ = [

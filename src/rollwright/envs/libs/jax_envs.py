@@ -16,11 +16,9 @@ from rollwright._keys import place
 from rollwright.data.specs import Bounded, Categorical, Composite, OneHot, TensorSpec, Unbounded
 from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.base import EnvBase
-from rollwright.envs.libs._registered import Available
-from rollwright.envs.own.tensors import OwnTensors
+from rollwright.envs.libs.building import Available
+from rollwright.envs.own_tensors import OwnTensors
 from rollwright.errors import EnvError, require
-
-__all__ = ["BraxEnv", "BraxWrapper", "GymnaxEnv", "GymnaxWrapper", "JaxEnv"]
 
 
 class JaxFunctions(NamedTuple):

@@ -26,9 +26,9 @@ from rollwright.data.specs import (
 from rollwright.data.specs.discrete import DiscreteSpec
 from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.base import EnvBase
-from rollwright.envs.libs._registered import Available
-from rollwright.envs.libs.pettingzoo.groups import groups_of
-from rollwright.envs.own.tensors import OwnTensors
+from rollwright.envs.libs.building import Available
+from rollwright.envs.libs.pettingzoo import groups_of
+from rollwright.envs.own_tensors import OwnTensors
 from rollwright.errors import EnvError, require
 
 

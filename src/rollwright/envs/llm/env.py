@@ -15,7 +15,7 @@ from rollwright.data.llm.turns import FinishReason, InputMode, Message, Origin, 
 from rollwright.data.specs import Composite, NonTensor, Unbounded
 from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.base import EnvBase
-from rollwright.envs.checkpoint.packed import packed, unpacked
+from rollwright.envs.checkpoint import packed, unpacked
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Opening, Outcome
 from rollwright.envs.llm.pooled import Pooled

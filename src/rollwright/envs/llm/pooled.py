@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollwright.data.llm.turns import Origin
-from rollwright.envs.checkpoint.packed import packed, unpacked
+from rollwright.envs.checkpoint import packed, unpacked
 from rollwright.envs.llm.core import Opening
 from rollwright.envs.llm.slot_row import Slots
 from rollwright.envs.llm.undelivered import Undelivered

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollwright.data.llm.trace import TraceWriter
 from rollwright.data.llm.turns import Origin
-from rollwright.envs.checkpoint.packed import packed, unpacked
+from rollwright.envs.checkpoint import packed, unpacked
 from rollwright.envs.llm.core import Conversations, Opening, PromptSource
 from rollwright.errors import EnvError
 

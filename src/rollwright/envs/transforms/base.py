@@ -18,17 +18,14 @@ from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 from rollwright.data.layout import DoneGroup, deciding_groups, done_groups
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs.gymspaces import numpy_dtype
-from rollwright.envs._partial_reset import mask_like
+from rollwright.envs._results import mask_like
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
-from rollwright.envs.on_arrays.columns import ArrayKind, Columns, TensorKind, row_form
-from rollwright.envs.on_arrays.entry_by_entry import by_entries, by_specs, on_array
-from rollwright.envs.on_arrays.tensordicts import ByEntry, OnTensorDicts, RootTensorDicts
+from rollwright.envs.columns import ArrayKind, Columns, TensorKind, by_entries, by_specs, on_array, row_form
+from rollwright.envs.tensordicts_on_arrays import ByEntry, OnTensorDicts, RootTensorDicts
 from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
     from rollwright.envs.transforms.transformed_env import TransformedEnv
-
-__all__ = ["EntryTransform", "KeySeq", "Transform", "kept", "map_spec"]
 
 T = TypeVar("T")
 KeySeq = NestedKey | Sequence[NestedKey] | None

@@ -1,4 +1,4 @@
-"""Transforms that mark first steps, count steps, and sum rewards of a trajectory."""
+"""Transforms that follow trajectories: their first steps, their length, their return, and what is left of it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,59 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
-from rollwright.data.layout import IS_INIT, DoneGroup
+from rollwright.data.layout import IS_INIT, NEXT_DONE, TRAJ_IDS, DoneGroup
+from rollwright.data.layout.boundaries import any_below
 from rollwright.data.layout.rewards import summed_reward
 from rollwright.data.specs import Binary, Bounded, Composite, TensorSpec, Unbounded
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform
-from rollwright.envs.on_arrays.columns import ArrayKind, Columns
-from rollwright.envs.transforms._time import expand_right, time_axis, trajectory_starts
+from rollwright.envs.columns import ArrayKind, Columns
 from rollwright.envs.transforms.base import KeySeq, Transform, kept
 from rollwright.errors import NotNative
 
-__all__ = ["Adding", "Bookkeeping", "Cutting", "InitTracker", "RewardSum", "StepCounter"]
+
+def expand_right(rows: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``rows``, one number for each leading element of ``value``, expanded to its shape."""
+    return rows.reshape(rows.shape + (1,) * (value.ndim - rows.ndim)).expand_as(value)
+
+
+def time_axis(tensordict: TensorDictBase, who: str) -> int:
+    """The batch dimension named "time", else the last.
+
+    Raises:
+        ValueError: there is no batch dimension.
+    """
+    if tensordict.ndim == 0:
+        raise ValueError(
+            f"{who}: expected data with a time dimension, got batch size []. Pass what rollout() returns or "
+            "a collector yields; on single steps, put the transform on the environment."
+        )
+    names = list(tensordict.names)
+    return names.index("time") if "time" in names else tensordict.ndim - 1
+
+
+def trajectory_starts(tensordict: TensorDictBase, axis: int, done_key: NestedKey = NEXT_DONE) -> torch.Tensor:
+    """For each frame the index along ``axis`` at which its trajectory, or its slice of one, begins.
+
+    That is after a frame that is done, at another trajectory id, and at a frame marked ``"is_init"``,
+    whichever are there; without any of them every row is one trajectory. One that began before the data counts as
+    beginning with them.
+
+    Returns:
+        int64 of the batch size of ``tensordict``.
+    """
+    batch = tensordict.batch_size
+    done, ids, first = (tensordict.get(key, None) for key in (done_key, TRAJ_IDS, IS_INIT))
+    device = next((value.device for value in (done, ids, first) if value is not None), tensordict.device)
+    begins = torch.zeros(batch, dtype=torch.bool, device=device)
+    # What is rolled in at 0 counts for nothing there: it is the beginning in any case.
+    if done is not None:
+        begins = begins | any_below(done, len(batch)).roll(1, axis)
+    if ids is not None:
+        begins = begins | any_below(ids != ids.roll(1, axis), len(batch))
+    if first is not None:
+        begins = begins | any_below(first, len(batch))
+    ordinal = torch.arange(batch[axis], device=begins.device).reshape([-1] + [1] * (len(batch) - axis - 1))
+    return torch.where(begins, ordinal, 0).cummax(axis).values
 
 
 Pairs = list[tuple[NestedKey, NestedKey]]
@@ -373,3 +416,109 @@ class RewardSum(Adding):
 def _sibling(key: NestedKey, before: str) -> NestedKey:
     *prefix, name = as_tuple(key)
     return unravel((*prefix, before + name))
+
+
+MODES = ("reduce", "constant")
+
+
+class TargetReturn(Adding):
+    """Gives policies a return to reach, as decision transformers read it.
+
+    The entry has the shape and dtype of the reward. With each reset it is ``target_return``; with each step the reward
+    is taken from it (``mode="reduce"``), or it stays (``"constant"``).
+
+    Args:
+        target_return: at the begin of a trajectory.
+        mode: ``"reduce"`` or ``"constant"``.
+        in_keys: rewards; None: all of the environment's.
+        out_keys: where to write; None: ``"target_return"`` beside each reward.
+        reset_key: ``"_reset"`` entry that begins it again; None: that of the environment, or of the group of agents
+            that the reward is of.
+
+    Raises:
+        ValueError: ``mode`` is another one, or ``target_return`` is no number.
+
+    Example:
+        >>> from rollwright.envs import TransformedEnv
+        >>> from rollwright.testing.mocking_classes import ContinuousActionVecMockEnv
+        >>> rollout = TransformedEnv(ContinuousActionVecMockEnv(), TargetReturn(10.0)).rollout(3)
+        >>> rewards = rollout["next", "reward"].cumsum(0)
+        >>> bool(torch.allclose(rollout["next", "target_return"], 10 - rewards))
+        True
+    """
+
+    def __init__(
+        self,
+        target_return: float,
+        mode: str = "reduce",
+        in_keys: KeySeq = None,
+        out_keys: KeySeq = None,
+        reset_key: NestedKey | None = None,
+    ) -> None:
+        super().__init__(in_keys, out_keys)
+        if mode not in MODES:
+            raise ValueError(f"mode: expected one of {MODES}, got {mode!r}.")
+        if isinstance(target_return, bool) or not isinstance(target_return, (int, float)):
+            raise ValueError(f"target_return: expected a number, got {target_return!r}.")
+        self.target_return = target_return
+        self.mode = mode
+        self.reset_key = None if reset_key is None else as_keys(reset_key)[0]
+        self._given = in_keys is not None, out_keys is not None
+        if self._given[0] and self._given[1]:
+            super()._pairs()
+
+    def _pairs(self) -> Pairs:
+        return self._remember("pairs", self._find)
+
+    def _find(self) -> Pairs:
+        parent = self.parent
+        if not self._given[0]:
+            self.in_keys = ["reward"] if parent is None else list(parent.reward_keys)
+        if not self._given[1]:
+            self.out_keys = [unravel((*as_tuple(key)[:-1], "target_return")) for key in self.in_keys]
+            if len(set(self.out_keys)) < len(self.out_keys):
+                raise ValueError(
+                    f"out_keys: expected names that differ, got {key_str(self.out_keys)} for the rewards "
+                    f"{key_str(self.in_keys)}, which lie side by side. Pass out_keys=."
+                )
+        return super()._pairs()
+
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        for in_key, out_key in self._pairs():
+            left = self._carried(root, out_key)
+            out[out_key] = left - self._read(out, in_key) if self.mode == "reduce" else left
+
+    def _first(self, kind: Any, key: NestedKey, spec: TensorSpec) -> Any:
+        return kind.full(spec, self.target_return)
+
+    def _reset_key(self, index: int) -> NestedKey | None:
+        return self.reset_key
+
+    def _specs(self) -> list[TensorSpec]:
+        """The specs of ``in_keys``."""
+        parent = self.parent
+        if parent is None:
+            return [Unbounded((1,)) for _ in self._pairs()]
+        found = []
+        for key, _ in self._pairs():
+            holder = next(
+                (full for full in (parent.full_reward_spec, parent.full_observation_spec) if key in full), None
+            )
+            if holder is None:
+                raise KeyError(
+                    f"TargetReturn: the environment has no reward {key!r}; it has {key_str(parent.reward_keys)}. "
+                    "Correct in_keys."
+                )
+            found.append(holder[key])
+        return found
+
+    def _added(self, batch: torch.Size) -> dict[NestedKey, TensorSpec]:
+        left = [Unbounded(spec.shape, dtype=spec.dtype or torch.float32, device=spec.device) for spec in self._specs()]
+        return dict(zip([key for _, key in self._pairs()], left, strict=True))
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """An error: it follows an environment from its reset on."""
+        raise RuntimeError("TargetReturn follows an environment: TransformedEnv(env, TargetReturn(...)).")
+
+    def __repr__(self) -> str:
+        return f"TargetReturn(target_return={self.target_return}, mode={self.mode!r})"

@@ -1,23 +1,163 @@
-"""CatFrames: the last N observations, joined."""
+"""Transforms that keep observations: CatFrames, the last N joined, and TimeMaxPool, their greatest."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, checked_key, unravel
+from rollwright._keys import NestedKey, as_keys, as_tuple, checked_key, unravel
 from rollwright.data.layout import DONE
+from rollwright.data.replay_buffers import SliceSampler
+from rollwright.data.replay_buffers.samplers.base import Draw
+from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
-from rollwright.envs.arrays import Entry
-from rollwright.envs.transforms._time import expand_right, time_axis, trajectory_starts
-from rollwright.envs.transforms.base import KeySeq, map_spec
-from rollwright.envs.transforms.entries.stateful import StatefulTransform
-from rollwright.envs.transforms.frame_slices import LastOfSlices, SliceForEach
+from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry
+from rollwright.envs.columns import Columns
+from rollwright.envs.transforms.base import KeySeq, Transform, map_spec
+from rollwright.envs.transforms.bookkeeping import expand_right, time_axis, trajectory_starts
+from rollwright.errors import NotNative
 
-__all__ = ["CatFrames"]
+
+class StatefulTransform(Transform):
+    """Changes each of some observations by what it keeps of its past; each row of a batch has its own.
+
+    Attributes:
+        reset_key: ``"_reset"`` entry that begins it again; None: that of the environment, or of the group of agents
+            that the observation is of.
+    """
+
+    reset_key: NestedKey | None = None
+
+    @abstractmethod
+    def _next(self, kind: Any, index: int, value: torch.Tensor) -> torch.Tensor:
+        """The new value of the entry at ``index``, a place among ``in_keys``, in a step."""
+
+    @abstractmethod
+    def _first(self, kind: Any, index: int, value: torch.Tensor, fresh: torch.Tensor | None) -> torch.Tensor:
+        """The same at a reset of the rows that are ``fresh``; None: of all."""
+
+    def _keep(self, kind: Any, name: str, begun: torch.Tensor, fresh: torch.Tensor | None) -> None:
+        """Keep in a buffer what was begun, and in rows that are not ``fresh`` what is there."""
+        past = self._buffers[name]
+        if fresh is not None and past is not None and past.shape == begun.shape:
+            self._buffers[name] = torch.where(fresh, begun, past)
+        else:
+            self._buffers[name] = kind.kept(begun)
+
+    def _change(self, kind: Any, root: Columns, out: Columns) -> None:
+        for index, (in_key, out_key) in enumerate(self._pairs()):
+            out[out_key] = kind.whole(self._next(kind, index, kind.tensor(index, self._read(out, in_key))))
+
+    def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
+        for index, (in_key, out_key) in enumerate(self._pairs()):
+            if (column := fresh.get(in_key, None)) is None:
+                continue
+            value = kind.tensor(index, column)
+            marks = self._fresh(kind, given, in_key, value)
+            if self.reset_key is not None and (mask := given.get(self.reset_key, None)) is not None:
+                marks = mask.reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
+            fresh[out_key] = kind.whole(self._first(kind, index, value, marks))
+
+    def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
+        """See :meth:`Transform.on_arrays`."""
+        self._needs_all_rows(env)
+        name = type(self).__name__
+        if self.reset_key not in (None, *(group.reset for group in self._groups)):
+            raise NotNative(f"{name} has a reset_key of its own")
+        entries: dict[NestedKey, Entry] = {}
+        forms: list[Entry] = []
+        for key, out_key in self._pairs():
+            entry = {**env.entries, **entries}.get(key)
+            if entry is None:
+                raise NotNative(f"{name} changes {key!r}, which is no observation")
+            forms.append(entry)
+            entries[out_key] = self._changed_entry(key, entry, len(env.batch))
+        return self._on_rows(env, forms, restarts=True, entries=entries)
+
+    def _changed_entry(self, key: NestedKey, entry: Entry, ndim: int) -> Entry:
+        """What an entry becomes on arrays.
+
+        Args:
+            key: of the entry.
+            entry: its form.
+            ndim: dimensions of the batch.
+        """
+        return entry.replace(column=False)
+
+
+_Join = Callable[[TensorDictBase, torch.Tensor], dict[NestedKey, torch.Tensor]]
+
+
+class SliceForEach(SliceSampler):
+    """Draws a slice for each element that is asked for: that element, and those before it."""
+
+    def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
+        """See :meth:`SliceSampler.draw`; ``[n * slice_len]`` at most."""
+        return super().draw(storage, batch_size * (self.slice_len or 1), generator)
+
+
+class LastOfSlices(Transform):
+    """Of a batch of slices the last element of each, with what was joined over the slice.
+
+    Args:
+        join: is called with the batch ``[n]``, and with the place where the slice of each element begins, int64
+            ``[n]``; returns the entries that it has joined.
+        begins: entry in which the first element of each slice is marked.
+        keep: keep that entry.
+        owner: what was joined, for messages.
+        leave_out: entries that are not stored, since they are joined.
+    """
+
+    leaves_out = ends_slices = True
+
+    def __init__(
+        self, join: _Join, begins: NestedKey, *, keep: bool, owner: str, leave_out: Sequence[NestedKey]
+    ) -> None:
+        super().__init__()
+        self._leave_out = leave_out
+        self._join, self._begins, self._keep, self._owner = join, begins, keep, owner
+
+    @property
+    def inverts(self) -> bool:
+        """See :class:`Transform`."""
+        return bool(self._leave_out)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return tensordict.exclude(*self._leave_out)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Join, and leave out all but the last of each slice."""
+        begins = tensordict.get(self._begins, None)
+        if begins is None:
+            raise KeyError(
+                f"transform: {self!r} expected slices, marked in {self._begins!r}, got a batch without them. Give the "
+                "buffer the sampler that was made with it; read single elements with buffer.storage[...]."
+            )
+        marks = begins.reshape(len(tensordict), -1).any(-1)
+        place = torch.arange(len(marks), device=marks.device)
+        joined = self._join(tensordict, torch.where(marks, place, 0).cummax(0).values)
+        last = torch.cat([marks[1:], marks.new_ones(1)])
+        kept = tensordict.exclude(*joined, *(() if self._keep else (self._begins,)))[last]
+        for key, value in joined.items():
+            kept.set(key, value[last])
+        return kept
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Refuse: environments take steps, not slices.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"transform: {self!r} is for batches of a replay buffer. Put {self._owner} on the environment.")
+
+    def __repr__(self) -> str:
+        return f"LastOfSlices({self._owner})"
+
 
 PADDINGS = ("same", "constant")
 _BEGINS: NestedKey = "_slice_begins"  # marks of the sampler, which the transform takes out again
@@ -278,3 +418,74 @@ class CatFrames(StatefulTransform):
 
     def __repr__(self) -> str:
         return f"CatFrames(N={self.N}, dim={self.dim}, keys={self.in_keys})"
+
+
+class TimeMaxPool(StatefulTransform):
+    """Takes the greatest of each element's last ``T`` values in the trajectory.
+
+    What is missing at the begin of a trajectory counts as zeros: values below zero appear once there are ``T``. The
+    past values are buffers of the transform, part of ``state_dict()``; each row of a batch has its own.
+
+    Args:
+        in_keys: observations; default ``["observation"]``.
+        out_keys: where to write; default: ``in_keys``.
+        T: number of values to look at.
+        reset_key: ``"_reset"`` entry that begins them again; None: that of the environment, or of the group of agents
+            that the observation is of.
+
+    Raises:
+        ValueError: ``T`` is no integer of at least 1.
+
+    Example:
+        >>> from rollwright.envs import GymEnv, TransformedEnv
+        >>> env = TransformedEnv(GymEnv("Pendulum-v1"), TimeMaxPool(["observation"], ["greatest"], T=4))
+        >>> rollout = env.rollout(6)
+        >>> bool((rollout["greatest"][5] == rollout["observation"][2:6].amax(0)).all())
+        True
+    """
+
+    def __init__(
+        self, in_keys: KeySeq = None, out_keys: KeySeq = None, T: int = 1, reset_key: NestedKey | None = None
+    ) -> None:
+        super().__init__("observation" if in_keys is None else in_keys, out_keys)
+        if not isinstance(T, int) or isinstance(T, bool) or T < 1:
+            raise ValueError(f"T: expected an integer of at least 1, got {T!r}.")
+        self._pairs()
+        self.T = T
+        self.reset_key = None if reset_key is None else as_keys(reset_key)[0]
+        for index in range(len(self.in_keys)):
+            self.register_buffer(f"values_{index}", None)
+
+    def _next(self, kind: Any, index: int, value: torch.Tensor) -> torch.Tensor:
+        past = self._buffers[f"values_{index}"]
+        if past is None or past.shape[1:] != value.shape:
+            held = "none" if past is None else f"some of shape {list(past.shape[1:])}"
+            raise RuntimeError(
+                f"TimeMaxPool: expected past values of shape {list(value.shape)} for {self.in_keys[index]!r}, got "
+                f"{held}. Reset the environment before stepping it."
+            )
+        self._buffers[f"values_{index}"] = past = torch.cat([past[1:], value.unsqueeze(0)])
+        return past.amax(0)
+
+    def _first(self, kind: Any, index: int, value: torch.Tensor, fresh: torch.Tensor | None) -> torch.Tensor:
+        zeros = torch.zeros_like(value)
+        begun = torch.stack([zeros] * (self.T - 1) + [value])
+        self._keep(kind, f"values_{index}", begun, fresh)
+        return begun.amax(0)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Observations that may be zero."""
+        return map_spec(observation_spec, self._pairs(), self._with_zero)
+
+    def _with_zero(self, spec: TensorSpec) -> TensorSpec:
+        if self.T == 1 or not isinstance(spec, Bounded):
+            return spec.clone()
+        low, high = spec.low.clamp_max(0), spec.high.clamp_min(0)
+        return Bounded(low, high, spec.shape, spec.device, spec.dtype)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """An error: it follows an environment from its reset on."""
+        raise RuntimeError("TimeMaxPool follows an environment: TransformedEnv(env, TimeMaxPool(...)).")
+
+    def __repr__(self) -> str:
+        return f"TimeMaxPool(T={self.T}, keys={self.in_keys})"

@@ -14,12 +14,10 @@ from rollwright._keys import NestedKey, key_str, unravel
 from rollwright.data.specs import Composite, NonTensor, TensorSpec
 from rollwright.data.specs.torchrl import from_torchrl
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, entries_of
-from rollwright.envs.on_arrays.columns import Columns
+from rollwright.envs.columns import Columns
 from rollwright.envs.transforms.base import Transform, kept
 from rollwright.errors import NotNative
 from rollwright.modules.primers import register_primer
-
-__all__ = ["TensorDictPrimer", "as_primer"]
 
 
 class TensorDictPrimer(Transform):

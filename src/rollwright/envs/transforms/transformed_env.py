@@ -15,17 +15,13 @@ from rollwright._keys import leaf_keys
 from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs.discrete import MaskOf, choices
 from rollwright.envs.arrays import ArrayEnv
-from rollwright.envs.base import EnvBase, register_extension
+from rollwright.envs.base import EnvBase, WrapperEnv, register_extension
 from rollwright.envs.libs.foreign import as_env, as_maker, remedy_for
-from rollwright.envs.own.tensors import OwnTensors
+from rollwright.envs.own_tensors import OwnTensors
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.compose import Compose, TransformLike, as_chain
-from rollwright.envs.transforms.forms.arrays import TransformedArrays
-from rollwright.envs.transforms.forms.tensors import TransformedTensors
-from rollwright.envs.wrapper import WrapperEnv
+from rollwright.envs.transforms.forms import TransformedArrays, TransformedTensors
 from rollwright.errors import EnvError
-
-__all__ = ["TransformedEnv"]
 
 OUTPUTS, INPUTS = ("observation", "reward", "done"), ("action", "state")
 

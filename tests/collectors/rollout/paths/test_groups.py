@@ -30,7 +30,7 @@ from rollwright.collectors import Collector, Interruptor, MultiSyncCollector
 from rollwright.collectors.utils import restore_next
 from rollwright.data import LazyTensorStorage, ReplayBuffer, Unbounded
 from rollwright.envs import GymWrapper, ParallelEnv, SerialEnv, TransformedEnv
-from rollwright.envs.batched.hosting.rows import HostedRows
+from rollwright.envs.batched.rows import HostedRows
 from rollwright.envs.transforms import Compose, InitTracker, RewardSum, StepCounter, TensorDictPrimer
 from rollwright.errors import EnvError, PolicyError
 from rollwright.modules import RandomPolicy

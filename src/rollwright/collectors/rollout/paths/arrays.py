@@ -22,7 +22,7 @@ from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.collectors.rollout.policy_trial import action_forms
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, UnfitOutcome, Values, objects_of
-from rollwright.envs.on_arrays.tensordicts import as_tensordict
+from rollwright.envs.tensordicts_on_arrays import as_tensordict
 from rollwright.errors import EnvError, NotNative, PolicyError
 
 _FLAG = np.dtype(np.bool_)

@@ -42,8 +42,8 @@ from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.libs.torchrl import TorchRLWrapper
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import TurnHook
-from rollwright.envs.own.tensors import OwnTensors
-from rollwright.envs.recreation.env import RecreatedEnv
+from rollwright.envs.own_tensors import OwnTensors
+from rollwright.envs.recreation import RecreatedEnv
 from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
 from rollwright.modules import RandomPolicy

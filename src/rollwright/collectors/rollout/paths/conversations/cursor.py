@@ -11,7 +11,7 @@ from rollwright._warnings import warn_user
 from rollwright.collectors.core import DataCursor, TrajectoryIds
 from rollwright.collectors.rollout.paths.conversations.division import divided
 from rollwright.data.llm.turns import Origin
-from rollwright.envs.checkpoint.packed import packed, unpacked
+from rollwright.envs.checkpoint import packed, unpacked
 from rollwright.envs.llm.core import Opening
 from rollwright.envs.llm.undelivered import Undelivered
 

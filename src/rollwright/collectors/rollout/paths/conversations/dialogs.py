@@ -13,7 +13,7 @@ from rollwright.data.llm.branches import Branches
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.turns import FinishReason, Marks, Message, Turn, turn_seed
 from rollwright.data.transcript import Mark, Part
-from rollwright.envs.checkpoint.packed import packed
+from rollwright.envs.checkpoint import packed
 from rollwright.envs.llm.core import Answer, NextTurn, Opening, Outcome
 from rollwright.modules.llm.engine import Completion, Engine, Request
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rollwright.collectors.rollout.paths.conversations.dialogs import EndedTurn
-from rollwright.envs.checkpoint.packed import packed, unpacked
+from rollwright.envs.checkpoint import packed, unpacked
 
 
 def divided(

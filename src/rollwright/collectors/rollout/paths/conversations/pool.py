@@ -22,7 +22,7 @@ from rollwright.collectors.rollout.paths.pool import PoolFrame, PoolPath
 from rollwright.collectors.rollout.state import td_from, td_state
 from rollwright.data.llm.turns import Origin
 from rollwright.envs.batched.async_pool import AsyncEnvPool
-from rollwright.envs.checkpoint.packed import packed, unpacked
+from rollwright.envs.checkpoint import packed, unpacked
 from rollwright.envs.llm.core import Conversations, Opening
 from rollwright.envs.llm.undelivered import Undelivered
 from rollwright.errors import EnvError

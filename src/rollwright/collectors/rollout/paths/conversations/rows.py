@@ -19,8 +19,7 @@ from rollwright.data.layout import TRAJ_IDS, blank_frame
 from rollwright.data.llm.records import empty_record
 from rollwright.data.llm.turns import Origin
 from rollwright.envs.base import EnvBase
-from rollwright.envs.checkpoint import load_env, save_env
-from rollwright.envs.checkpoint.packed import unpacked
+from rollwright.envs.checkpoint import load_env, save_env, unpacked
 from rollwright.envs.llm.core import Conversations, Opening
 from rollwright.envs.llm.env import ConversationEnv
 from rollwright.envs.llm.undelivered import Undelivered

@@ -19,7 +19,7 @@ from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, En
 from rollwright.collectors.rollout.paths.conversations.failures import Failures
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.turns import FinishReason, Origin
-from rollwright.envs.checkpoint.packed import packed, unpacked
+from rollwright.envs.checkpoint import packed, unpacked
 from rollwright.envs.llm.core import Conversations, Opening
 from rollwright.envs.llm.transforms import TurnHook
 from rollwright.envs.llm.undelivered import Undelivered

@@ -1,3 +1,0 @@
-"""Environments that users write, on arrays (:mod:`.arrays`)."""
-
-__all__: list[str] = []
