@@ -15,7 +15,7 @@ from tests.patience import patient
 from tests.programs import IMPORTED_BY_WORKERS, Programs
 from tests.promises import PROMISES
 
-from rollwright._processes.start.methods import SERVER_IMPORTS
+from rollwright._processes.start import SERVER_IMPORTS
 
 pytest_plugins = ["pytester"]
 gc.disable()  # until all is imported, and nothing of it is garbage

@@ -31,7 +31,7 @@ from typing import IO, Any
 __all__ = ["IMPORTED_BY_WORKERS", "Program", "Programs"]
 
 ROOT = Path(__file__).parents[1]
-IMPORTED = ("rollwright._processes.start.preload", "rollwright.collectors", "rollwright.modules", "rollwright.cli")
+IMPORTED = ("rollwright._processes.preload", "rollwright.collectors", "rollwright.modules", "rollwright.cli")
 IMPORTED += ("torch._dynamo", "matplotlib.pyplot")  # by optimizers, and where a curve is drawn
 IMPORTED_BY_WORKERS = ("pytest",)  # by most, once by the server that forks them: it takes longer than most tests
 MAX_REQUEST = 1 << 16
@@ -265,7 +265,7 @@ def prepare() -> None:
         warnings.simplefilter("error")
         for name in IMPORTED:
             importlib.import_module(name)
-    sys.modules["rollwright._processes.start.methods"].SERVER_IMPORTS.extend(IMPORTED_BY_WORKERS)
+    sys.modules["rollwright._processes.start"].SERVER_IMPORTS.extend(IMPORTED_BY_WORKERS)
     processes = sys.modules["rollwright._processes.child"]
     child = processes.Child(processes.echo, name="the first")
     child.channel.close()

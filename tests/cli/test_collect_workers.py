@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from tests.patience import patient
 
-from rollwright._processes.failures import ExceptionInfo as Raised
+from rollwright._processes.connection import ExceptionInfo as Raised
 from rollwright.cli import workers
 from rollwright.cli.errors import Failure
 from rollwright.cli.workers import table

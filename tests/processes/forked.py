@@ -16,7 +16,7 @@ __all__ = ["SERVED", "forked", "resting_fork"]
 
 T = TypeVar("T")
 SERVED = multiprocessing.get_context("forkserver")  # what processes begin with is imported once
-SERVED.set_forkserver_preload(["hypothesis", "pytest", "rollwright._processes.start.preload", "rollwright.collectors"])
+SERVED.set_forkserver_preload(["hypothesis", "pytest", "rollwright._processes.preload", "rollwright.collectors"])
 LIMIT_S = 60  # after it, the child is ended by SIGALRM
 
 

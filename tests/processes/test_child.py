@@ -16,7 +16,7 @@ from rollwright._memory.segment import Segment
 from rollwright._processes import child as processes
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child, _is_stopped, echo, sleep
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import ExceptionInfo
 from rollwright.errors import RemoteTraceback, WorkerError
 
 LIMIT_S = 100.0  # for what comes at once, on a busy machine too
@@ -199,7 +199,7 @@ def test_a_process_that_a_signal_has_stopped(monkeypatch):
 
 
 PROGRAM = """
-import rollwright._processes.start.preload  # as the fork server does, for speed
+import rollwright._processes.preload  # as the fork server does, for speed
 import os, signal, sys, time
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.child import Child, _is_stopped, echo

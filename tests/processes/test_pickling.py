@@ -13,8 +13,8 @@ import threading
 import cloudpickle
 import pytest
 
-from rollwright._processes import pickling
-from rollwright._processes.pickling import dumps
+from rollwright._processes import channel
+from rollwright._processes.channel import dumps
 from rollwright.envs import EnvCreator
 from rollwright.weight_update.shared import dump_extras
 
@@ -151,4 +151,4 @@ def test_modules_that_bear_the_name_of_another():
     importlib.import_module("_pydecimal")
     assert len(dumps(importlib.import_module("decimal").Decimal.from_float)) < 100
     assert len(dumps(importlib.import_module("collections.abc").Mapping)) < 100
-    assert not {"decimal", "collections.abc"} & set(pickling._strangers())
+    assert not {"decimal", "collections.abc"} & set(channel._strangers())

@@ -17,8 +17,7 @@ from tests.programs import Programs
 
 from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child, echo
-from rollwright._processes.connection import NOTHING, Connection, ExitReason
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import NOTHING, Connection, ExceptionInfo, ExitReason
 from rollwright._processes.pool import Answer, Pool
 
 

@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from tests.policy_ways import WAYS, Learned, every_way
 from torch import nn
 
-from rollwright._processes.pickling import dumps
+from rollwright._processes.channel import dumps
 from rollwright.envs import GymEnv
 from rollwright.weight_update.forms import flat_state, prepare
 from rollwright.weight_update.policy_weights import JoinedWeights, weights_of

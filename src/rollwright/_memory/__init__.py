@@ -1,8 +1,7 @@
 """Raw memory: layouts of typed arrays, borrowed memory, and its sources (this process, a shared segment)."""
 
-from rollwright._memory.layout import ALIGNMENT, Field, FreeList, Layout, aligned, in_numpy
 from rollwright._memory.pool import EntryMemory, Loan, MemoryPool, check_fits, keep_freed_memory
-from rollwright._memory.segment import Segment, fence
+from rollwright._memory.segment import ALIGNMENT, Field, FreeList, Layout, Segment, aligned, fence, in_numpy
 
 __all__ = [
     "ALIGNMENT",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from numpy.typing import NDArray
 
-from rollwright._memory.layout import Field, in_numpy
+from rollwright._memory.segment import Field, in_numpy
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 _MOST_MAPPED = 32 * 2**20  # some versions take no more

@@ -15,12 +15,10 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
-from rollwright._processes.connection import end_all
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import ExceptionInfo, end_all
 from rollwright._processes.files import raise_file_limit
 from rollwright._processes.forks import ExitStage, call_at_exit
-from rollwright._processes.start.methods import check_start_method, new_process
-from rollwright._processes.start.server import allow_interrupts
+from rollwright._processes.start import allow_interrupts, check_start_method, new_process
 
 STOPPED_S = 120.0  # that a process which a signal has stopped is waited for, by default
 
@@ -34,7 +32,7 @@ class Child:
     """Runs ``serve(channel, *args)`` in a new process of this machine, and is the connection to it.
 
     ``serve`` returns when it is asked to, or when its channel raises ``ChannelClosed``: its parent has closed it, or
-    has ended. What else it raises is its last message, an :class:`~rollwright._processes.failures.ExceptionInfo`.
+    has ended. What else it raises is its last message, an :class:`~rollwright._processes.connection.ExceptionInfo`.
     Ctrl-C does not reach it: its parent decides. One that is stuck ends ten seconds after its parent has closed the
     channel, or has ended.
 

@@ -1,12 +1,97 @@
-"""Connection: the interface of a pool to one process, on this machine or another."""
+"""Connection: the interface of a pool to one process; how processes end, errors that are sent, replacements."""
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
-from rollwright._processes.failures import ExceptionInfo
+import cloudpickle  # type: ignore[import-untyped]
+
+from rollwright.errors import RemoteTraceback, WorkerError, text_of
+
+
+@dataclass(frozen=True)
+class ExceptionInfo:
+    """An exception and its traceback, as text that can be sent.
+
+    Attributes:
+        kind: name of its class.
+        text: its message.
+        trace: the traceback, as Python prints it.
+        pickled_kind: the class itself; None where it cannot be pickled.
+
+    Example:
+        >>> try:
+        ...     raise KeyError("speed")
+        ... except KeyError as error:
+        ...     failure = ExceptionInfo.of(error)
+        >>> raised = failure.error("worker 1")
+        >>> str(raised), isinstance(raised, KeyError)
+        ("worker 1: KeyError: 'speed'", True)
+    """
+
+    kind: str
+    text: str
+    trace: str
+    pickled_kind: bytes | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> ExceptionInfo:
+        """Take down an exception."""
+        try:
+            kind = cloudpickle.dumps(type(error))
+        except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError):
+            kind = None
+        trace = "".join(traceback.format_exception(error))
+        return cls(type(error).__qualname__, text_of(error), trace, kind)
+
+    def error(self, where: str, worker: int | None = None) -> WorkerError:
+        """The exception to raise in another process.
+
+        Args:
+            where: what it happened in, the beginning of its message.
+            worker: index of the worker.
+        """
+        error = _class_for(self._class())(f"{where}: {self.kind}: {self.text}")
+        error.worker, error.remote_type = worker, self.kind
+        error.__cause__ = RemoteTraceback(self.trace)
+        return error
+
+    def _class(self) -> Any:
+        if self.pickled_kind is None:
+            return None
+        try:
+            return pickle.loads(self.pickled_kind)
+        except (pickle.UnpicklingError, AttributeError, ImportError, EOFError, TypeError, ValueError):
+            return None
+
+
+def _class_for(kind: Any) -> type[WorkerError]:
+    """A class whose instances are caught as those of ``kind`` are, too."""
+    if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(WorkerError, kind):
+        return WorkerError
+    try:
+        made: Any = kind
+        if not issubclass(kind, WorkerError):
+            made = type(f"WorkerError({kind.__name__})", (WorkerError, kind), {"__init__": _plain, "__str__": _text})
+        made("a trial")
+    except Exception:  # a class of the user may refuse to be a base in any way it likes
+        return WorkerError
+    found: type[WorkerError] = made
+    return found
+
+
+def _plain(self: Exception, text: str) -> None:
+    Exception.__init__(self, text)
+
+
+def _text(self: Exception) -> str:
+    return str(self.args[0])
+
 
 NOTHING: Final = object()
 """What :meth:`Connection.take` returns where no message has arrived."""
@@ -30,7 +115,7 @@ class Connection(Protocol):
     """A process to talk to: on this machine (:class:`~rollwright._processes.child.Child`), or on another.
 
     Messages are objects that can be pickled; they arrive in order. The last message of a process that has raised is a
-    :class:`~rollwright._processes.failures.ExceptionInfo`. A process ends when its connection is closed.
+    :class:`~rollwright._processes.connection.ExceptionInfo`. A process ends when its connection is closed.
     """
 
     @property
@@ -128,3 +213,111 @@ def _not_ended(connections: Sequence[Connection], timeout_s: float) -> list[int]
     """Indices of those that have not ended after a while."""
     until = time.monotonic() + timeout_s
     return [i for i, connection in enumerate(connections) if not connection.wait(until - time.monotonic())]
+
+
+class Heartbeats:
+    """Watches a value of each process that changes as long as the process is not stuck.
+
+    Time between two looks counts for half of a limit at most: this process may have been stopped, with those that it
+    watches.
+
+    Args:
+        clock: seconds.
+
+    Example:
+        >>> now = 0.0
+        >>> heartbeats = Heartbeats(lambda: now)
+        >>> heartbeats.is_silent(0, "a value", 1.0)
+        False
+        >>> for now in (0.4, 0.8, 1.2):
+        ...     silent = heartbeats.is_silent(0, "a value", 1.0)
+        >>> silent
+        True
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: dict[int, tuple[Any, float, float]] = {}  # by place: value, since when, when it was looked at
+
+    def begin(self, place: int) -> None:
+        """The time of a process begins now."""
+        self._last.pop(place, None)
+
+    def is_silent(self, place: int, value: Any, limit_s: float | None, now: float | None = None) -> bool:
+        """Whether a value has not changed for longer than the limit.
+
+        Args:
+            place: of the process.
+            value: that it changes.
+            limit_s: None: there is none at this time.
+            now: by the clock of the process's machine, where that is another.
+        """
+        now = self._clock() if now is None else now
+        last, since, looked_at = self._last.get(place, (value, now, now))
+        if limit_s is None or value != last:
+            since = now
+        else:
+            since += max(0.0, min(now - looked_at, now - since) - limit_s / 2)
+        self._last[place] = value, since, now
+        return limit_s is not None and now - since > limit_s
+
+
+_LONGEST_S = 60.0
+_HEALTHY = 10.0  # times the last delay
+
+
+class RestartPolicy:
+    """Decides on replacements, for each of several places.
+
+    The first in a place comes after ``delay_s`` seconds, each further one after twice as long as the last, a minute at
+    most. What was at work for more than ten times its last delay is taken to be healthy: if it fails after that, the
+    delay is ``delay_s`` again.
+
+    Args:
+        most: replacements in one place.
+        delay_s: before the first.
+        in_a_row: ``most`` counts those without success in between; otherwise all.
+        clock: seconds.
+
+    Attributes:
+        most: see above.
+        counts: replacements of each place, as ``most`` counts them.
+
+    Example:
+        >>> policy = RestartPolicy(2, delay_s=0.1)
+        >>> [policy.next_delay(0) for _ in range(3)]
+        [0.1, 0.2, None]
+    """
+
+    def __init__(
+        self,
+        most: int,
+        *,
+        delay_s: float = 0.0,
+        in_a_row: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.most, self._delay_s, self._in_a_row, self._clock = most, delay_s, in_a_row, clock
+        self.counts: dict[int, int] = {}
+        self._delays: dict[int, float] = {}  # the last of each
+        self._began: dict[int, float] = {}
+
+    def began(self, place: int) -> None:
+        """What is in a place is at work."""
+        self._began[place] = self._clock()
+
+    def succeeded(self, place: int) -> None:
+        """What is in a place has done some work."""
+        if self._in_a_row:
+            self.counts.pop(place, None)
+
+    def next_delay(self, place: int) -> float | None:
+        """What was in a place has failed: seconds until it is replaced, which is counted; None: it is not."""
+        count = self.counts.get(place, 0)
+        if count >= self.most:
+            return None
+        self.counts[place] = count + 1
+        last, began = self._delays.get(place), self._began.pop(place, None)
+        healthy = last is None or (began is not None and self._clock() - began > _HEALTHY * last)
+        self._delays[place] = self._delay_s if healthy or last is None else min(_LONGEST_S, 2 * last)
+        return self._delays[place]

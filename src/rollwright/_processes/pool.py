@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.connection import NOTHING, Connection, ExitReason, end_all
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import NOTHING, Connection, ExceptionInfo, ExitReason, end_all
 
 _NAP_S = 0.2
 _EXIT_S = 1.0  # for a process to end that has closed its connection

@@ -24,7 +24,7 @@ from rollwright.cli.console import Console
 from rollwright.cli.errors import Failure, brief
 from rollwright.data.datasets import load_dataset, remove_dataset
 from rollwright.data.specs import NonTensor
-from rollwright.data.specs.gymspaces import Leaf, leaves_of
+from rollwright.data.specs.conversion import Leaf, leaves_of
 from rollwright.envs import GymEnv
 from rollwright.errors import MissingExtraError, require
 

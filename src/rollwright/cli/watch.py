@@ -21,7 +21,7 @@ from rollwright.cli.policies import load_policy
 from rollwright.cli.reading.opening import image_key, images_of, open_frames
 from rollwright.collectors import Collector
 from rollwright.data.datasets import summarize
-from rollwright.data.datasets.minari import PREFIX
+from rollwright.data.datasets.formats import PREFIX
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.envs import ExplorationType, GymEnv, TransformedEnv
 from rollwright.envs.transforms import VideoRecorder

@@ -11,7 +11,7 @@ from torch import nn
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, leaf_keys, unravel
 from rollwright.data.compact import BOUNDARY
 from rollwright.data.layout import DONE, TERMINATED, TRAJ_IDS, TRUNCATED, done_groups, end_of_trajectory
-from rollwright.data.layout.runs import find_ends
+from rollwright.data.layout.boundaries import find_ends
 
 __all__ = ["DensifyReward", "MultiStep", "Reward2GoTransform", "RewardToGo"]
 

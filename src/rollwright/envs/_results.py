@@ -13,7 +13,7 @@ from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel, w
 from rollwright._tensors import device_of
 from rollwright._warnings import warn_user
 from rollwright.data.layout import complete_done
-from rollwright.data.layout.rewards import take_token_rewards
+from rollwright.data.layout.boundaries import take_token_rewards
 from rollwright.data.specs import Composite, NonTensor, StackedComposite, TensorSpec
 from rollwright.errors import EnvError, EnvKeyError
 

@@ -26,7 +26,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.specs import Composite, NonTensor, TensorSpec
-from rollwright.data.specs.gymspaces import numpy_dtype
+from rollwright.data.specs.conversion import numpy_dtype
 from rollwright.errors import EnvError, NotNative, RollwrightError, text_of
 
 if TYPE_CHECKING:

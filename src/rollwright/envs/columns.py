@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
 from rollwright.data.specs import Composite, TensorSpec
-from rollwright.data.specs.gymspaces import numpy_dtype
+from rollwright.data.specs.conversion import numpy_dtype
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
 from rollwright.errors import EnvError, NotNative
 

@@ -13,7 +13,7 @@ import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDict, TensorDictBase
 
-from rollwright._processes.pickling import dumps
+from rollwright._processes.channel import dumps
 from rollwright.data.specs import Composite, StackedComposite, stack
 from rollwright.envs.base import EnvBase, closed_on_error
 from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_env, remedy_for

@@ -11,9 +11,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from rollwright._keys import NestedKey, key_str, leaf_keys, place, unravel
+from rollwright.data.entries import unchecked_td
 from rollwright.data.layout import DoneGroup
 from rollwright.data.specs import Composite, NonTensor, StackedComposite, TensorSpec
-from rollwright.data.unchecked import unchecked_td
 from rollwright.envs._results import check_alive, complete_reset, complete_step, done_after_reset
 from rollwright.envs.arrays import UnfitOutcome, check_open, named_error
 from rollwright.envs.own_arrays import refuse_more, specs_of

@@ -12,8 +12,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, leaves, place
 from rollwright._tensors import as_tensor
+from rollwright.data.entries import unchecked_td
 from rollwright.data.specs import Composite
-from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.arrays import (
     FLAGS,
     ArrayEnv,

@@ -13,8 +13,8 @@ from torch import Tensor
 from rollwright._foreign import is_torchrl_spec
 from rollwright._keys import NestedKey, unravel
 from rollwright.data.specs import Binary, Composite, MultiCategorical, MultiOneHot, OneHot, TensorSpec
+from rollwright.data.specs.conversion import from_torchrl
 from rollwright.data.specs.discrete import DiscreteSpec, choices
-from rollwright.data.specs.torchrl import from_torchrl
 
 _VECTORS = (Binary, MultiCategorical, MultiOneHot, OneHot)  # one action is a vector, whatever its length
 

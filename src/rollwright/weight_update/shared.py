@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from rollwright._memory import Layout, Segment, aligned, fence
+from rollwright._processes.channel import dumps
 from rollwright._processes.forks import on_fork
-from rollwright._processes.pickling import dumps
 from rollwright.weight_update.forms import State, is_extra
 
 EntrySpec = tuple[str, torch.Size, torch.dtype]

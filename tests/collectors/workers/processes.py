@@ -28,7 +28,7 @@ __all__ = [
     "wait_until",
 ]
 
-SERVERS = ("forkserver", "_processes.start.server", "resource_tracker")  # these stay for the next collector
+SERVERS = ("forkserver", "_processes.start import main", "resource_tracker")  # these stay for the next collector
 
 
 class Left(NamedTuple):

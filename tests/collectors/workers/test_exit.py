@@ -21,7 +21,7 @@ import rollwright
 
 # Every program says when its last statement is over; from there to its end only seconds may pass.
 PROGRAM = """
-import rollwright._processes.start.preload  # as the fork server does, for speed
+import rollwright._processes.preload  # as the fork server does, for speed
 import os, sys, threading, time
 from rollwright.collectors import MultiAsyncCollector, MultiSyncCollector
 from rollwright.data import LazyTensorStorage, ReplayBuffer

@@ -22,7 +22,7 @@ from rollwright.data.encoding import (
     pack_rows,
     register_tensorclass,
 )
-from rollwright.data.encoding import objects as objects_module
+from rollwright.data.encoding import elements as objects_module
 from rollwright.errors import DamagedFileError
 
 

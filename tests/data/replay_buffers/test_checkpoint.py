@@ -33,7 +33,7 @@ from rollwright.data import (
     TensorDictReplayBuffer,
 )
 from rollwright.data.replay_buffers import checkpoint
-from rollwright.data.replay_buffers.storages import folders
+from rollwright.data.replay_buffers.storages import saving
 from rollwright.errors import DamagedFileError
 
 FORK = multiprocessing.get_context("fork")
@@ -293,7 +293,7 @@ def test_files_of_users_come_back_out_of_a_folder_that_stepped_aside(tmp_path):
         (place / "runs").mkdir()
         (place / "runs" / "both").write_text(place.name)
         (place / "runs" / place.name).write_text("mine")
-    folders.recover(folder)
+    saving.recover(folder)
     assert (folder / "runs" / "both").read_text() == "saved"
     assert sorted(os.listdir(folder / "runs")) == sorted(["both", aside.name, "saved"])
     assert os.listdir(tmp_path) == ["saved"]
@@ -526,9 +526,9 @@ def test_a_folder_that_stepped_aside_is_found_by_a_storage_too(tmp_path):
 
 def test_a_child_that_was_forked_during_a_dump_holds_up_nobody(tmp_path):
     with contextlib.ExitStack() as children:
-        with folders._swapping(tmp_path / "rows"):
+        with saving._swapping(tmp_path / "rows"):
             children.enter_context(resting_fork())
-        lock = folders._locked(tmp_path)
+        lock = saving._locked(tmp_path)
         assert lock is not None
         os.close(lock)
 

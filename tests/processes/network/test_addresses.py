@@ -12,7 +12,7 @@ from rollwright.cli.errors import Failure
 from rollwright.cli.join import run
 from rollwright.cli.parser import build_parser
 from rollwright.collectors.workers.remote import distributed, rpc, tcp
-from rollwright.data.replay_buffers.service.options import ServiceOptions
+from rollwright.data.replay_buffers.service.buffer import ServiceOptions
 
 OPTIONS = {"tcp": tcp.Options, "distributed": distributed.Options, "rpc": rpc.Options, "service": ServiceOptions}
 

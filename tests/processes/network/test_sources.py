@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rollwright._processes.channel import dumps
 from rollwright._processes.network.sources import with_sources
-from rollwright._processes.pickling import dumps
 
 SRC = Path(__file__).parents[3] / "src"
 LOAD = "import pickle, sys; print(pickle.load(sys.stdin.buffer)())"

@@ -20,8 +20,7 @@ import torch
 from rollwright._interrupts import uninterrupted
 from rollwright._memory import Segment
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.connection import NOTHING
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import NOTHING, ExceptionInfo
 from rollwright.collectors.workers import messages, transports
 from rollwright.collectors.workers.memory import Packer, unpack
 from rollwright.collectors.workers.remote.frames import RolloutPlaces

@@ -16,8 +16,7 @@ from typing import Any
 from rollwright._options import refuse_unknown
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.child import Child
-from rollwright._processes.connection import NOTHING
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import NOTHING, ExceptionInfo
 from rollwright.errors import require
 
 _ANSWER_S = 5.0

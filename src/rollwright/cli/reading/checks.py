@@ -22,8 +22,7 @@ from rollwright.data.layout import (
     done_groups,
     end_of_trajectory,
 )
-from rollwright.data.layout.boundaries import any_below
-from rollwright.data.layout.runs import find_mask, place_of
+from rollwright.data.layout.boundaries import any_below, find_mask, place_of
 
 _PIECE_BYTES = 64_000_000  # read at once from data that may be larger than memory
 _FLAGS = (DONE, TERMINATED, TRUNCATED)

@@ -16,13 +16,12 @@ from rollwright._video import as_frames
 from rollwright.cli.errors import Failure, plain
 from rollwright.data.datasets import describe_dataset, load_dataset
 from rollwright.data.datasets.description import COMPACT, DESCRIPTION, FRAMES
-from rollwright.data.datasets.minari import PREFIX, minari_folder
-from rollwright.data.datasets.parquet import SUFFIX
+from rollwright.data.datasets.formats import PREFIX, SUFFIX, minari_folder
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.loading import load_mapped, load_saved
 from rollwright.data.replay_buffers import LazyMemmapStorage, RaggedStorage
-from rollwright.data.replay_buffers.storages.folders import LIST_FILE
 from rollwright.data.replay_buffers.storages.memory import ROWS_FILE, STATE_FILE
+from rollwright.data.replay_buffers.storages.saving import LIST_FILE
 from rollwright.errors import MissingExtraError
 
 _REMEDY = "Pass --allow-pickle"

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from rollwright._keys import NestedKey, as_tuple
-from rollwright._processes.channel import ByValue
+from rollwright._processes.channel import ByValue, dumps
 from rollwright._processes.network.ray import ObjectActor, RaySession, check_cluster, check_remote_config
 from rollwright._processes.network.sources import with_sources
-from rollwright._processes.pickling import dumps
 from rollwright._tensors import as_tensor
 from rollwright.collectors.evaluation.arguments import copy_of
 from rollwright.collectors.evaluation.results import prepare_weights

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 from rollwright._memory import Segment
 from rollwright._processes.channel import Channel
 from rollwright._processes.child import STOPPED_S, Child
-from rollwright._processes.connection import Connection
-from rollwright._processes.failures import ExceptionInfo
-from rollwright._processes.health import Heartbeats
+from rollwright._processes.connection import Connection, ExceptionInfo, Heartbeats
 from rollwright._processes.pool import Answer, Pool
 from rollwright._processes.threads import DaemonThread
 from rollwright.collectors.delivery.thread import exploration_of_this_thread

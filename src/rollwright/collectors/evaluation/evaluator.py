@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey
 from rollwright._memory import Segment
 from rollwright._options import refuse_unknown, with_options
-from rollwright._processes.start.methods import check_start_method
+from rollwright._processes.start import check_start_method
 from rollwright._warnings import warn_user
 from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.evaluation.arguments import (

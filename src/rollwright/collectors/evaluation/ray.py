@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from rollwright._options import names_of, refuse_unknown
-from rollwright._processes.channel import ByValue, ChannelClosed
-from rollwright._processes.connection import NOTHING
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.channel import ByValue, ChannelClosed, dumps
+from rollwright._processes.connection import NOTHING, ExceptionInfo
 from rollwright._processes.network.handshake import Listener, connect_to, parse_address
 from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.network.ray import RaySession, check_cluster, configs_of
 from rollwright._processes.network.sources import with_sources
-from rollwright._processes.pickling import dumps
 from rollwright.collectors.evaluation.backends import Backend, ProcessBackend, ProcessStart, serve
 from rollwright.collectors.evaluation.episodes import EvaluationProgress, Settings, Stopped
 from rollwright.collectors.workers.remote.ray import Options, RayLauncher

@@ -35,7 +35,7 @@ from rollwright.collectors.rollout.state import RolloutState
 from rollwright.collectors.rollout.stats import EpisodeStats, StageTimer
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
-from rollwright.data.layout.rewards import summed_reward
+from rollwright.data.layout.boundaries import summed_reward
 from rollwright.envs.arrays import UnfitOutcome
 from rollwright.envs.base import EnvBase
 from rollwright.envs.priming import provide_for_policy, taking_indices

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from rollwright.data.made_entries import MadeEntries
+from rollwright.data.entries import MadeEntries
 from rollwright.envs.checkpoint import dump, load
 
 _STACKS = (LazyStackedTensorDict, NonTensorStack)

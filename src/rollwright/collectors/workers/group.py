@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ByValue
-from rollwright._processes.connection import ExitReason
-from rollwright._processes.health import Heartbeats
+from rollwright._processes.connection import ExitReason, Heartbeats
 from rollwright._processes.pool import Answer, Pool
 from rollwright._warnings import warn_user
 from rollwright.collectors.workers import messages

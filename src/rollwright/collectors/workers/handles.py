@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollwright._processes.child import STOPPED_S
-from rollwright._processes.connection import Connection
-from rollwright._processes.health import Heartbeats, RestartPolicy
+from rollwright._processes.connection import Connection, Heartbeats, RestartPolicy
 from rollwright._processes.pool import Pool
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.counters import BEAT_S, DeliveredPosition, WorkerCounters, WorkerState
@@ -234,7 +233,7 @@ class Restarts:
 
     Args:
         wanted: whether workers are replaced.
-        most: how often each, see :class:`~rollwright._processes.health.RestartPolicy`.
+        most: how often each, see :class:`~rollwright._processes.connection.RestartPolicy`.
         delay_s: before the first.
         clock: seconds.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rollwright._keys import NestedKey
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import ExceptionInfo
 from rollwright.collectors.workers.memory import BatchForm, BlockLayout
 
 # To a worker ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from rollwright._foreign import class_path, is_torchrl_buffer
 from rollwright._keys import key_str
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, seconds, whole
-from rollwright._processes.start.methods import check_start_method
+from rollwright._processes.start import check_start_method
 from rollwright.collectors.delivery_options import is_service
 from rollwright.collectors.options import DEVICES, CollectorOptions
 from rollwright.collectors.workers.handles import START_S

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from rollwright._memory import Segment
+from rollwright._processes.channel import dumps, dumps_by_name
 from rollwright._processes.files import raise_file_limit
-from rollwright._processes.pickling import dumps, dumps_by_name
 from rollwright.collectors.delivery_options import is_service
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.counts import FrameCounts

@@ -13,7 +13,7 @@ import numpy as np
 
 from rollwright._memory import Segment
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import ExceptionInfo
 from rollwright._seeding import seed_torch
 from rollwright.collectors.arguments import resolve
 from rollwright.collectors.delivery.thread import paused_error

@@ -13,9 +13,8 @@ beyond the steps that it counts were allocated, not collected.
 """
 
 from rollwright.data.datasets.description import describe_dataset, load_dataset, remove_dataset
-from rollwright.data.datasets.episodes import Episodes, episodes_of
-from rollwright.data.datasets.parquet import save_parquet
-from rollwright.data.datasets.summary import Summary, summarize
+from rollwright.data.datasets.episodes import Episodes, Summary, episodes_of, summarize
+from rollwright.data.datasets.formats import save_parquet
 from rollwright.data.datasets.writer import DatasetWriter
 
 __all__ = [

@@ -25,12 +25,15 @@ from rollwright.data.datasets.description import (
     FRAMES,
     RAGGED_VERSION,
     ROWS,
+    FrameRows,
     check_target,
+    copy_bytes,
     remove_dataset,
+    remove_frames,
+    write_all,
     write_description,
 )
 from rollwright.data.datasets.episodes import EpisodeScan, FrameColumns, Totals
-from rollwright.data.datasets.files import FrameRows, copy_bytes, remove_frames, write_all
 
 _LAYOUT = (
     "A memory-mapped TensorDict in the folder 'data', time last. Each environment's frames lie in order of time; "

@@ -1,12 +1,13 @@
-"""Decodes elements; nothing in their bytes is executed."""
+"""Decodes elements, one by one and many one behind the other; nothing in their bytes is executed."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
-from collections.abc import Callable
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,10 +15,23 @@ from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack
 
 from rollwright._keys import NestedKey, as_tuple, unravel
-from rollwright.data.encoding import layout
-from rollwright.data.encoding.layout import ALIGNMENT, DTYPES, HEAD, MARK
-from rollwright.data.encoding.objects import class_at, load_object
-from rollwright.data.unchecked import unchecked_td
+from rollwright.data.encoding.elements import (
+    ALIGNMENT,
+    CLASS,
+    DTYPES,
+    ENTRIES,
+    HEAD,
+    MARK,
+    OBJECT,
+    OBJECTS,
+    STACK,
+    TENSOR,
+    TEXT,
+    class_at,
+    load_object,
+)
+from rollwright.data.entries import unchecked_td
+from rollwright.errors import DamagedFileError
 
 _MOST_PLANS = 4096
 _LENGTH = struct.Struct("<2q")
@@ -166,19 +180,19 @@ class _Plan:
         kind, *rest = node
         if depth > _DEEPEST:
             raise ValueError(f"entries in one another more than {_DEEPEST} deep")
-        if kind == layout.TENSOR:
+        if kind == TENSOR:
             return self._tensor(rest, path)
-        if kind in (layout.TEXT, layout.OBJECT, layout.OBJECTS):
+        if kind in (TEXT, OBJECT, OBJECTS):
             [ndim] = rest
             if path:
                 self.entries.setdefault(unravel(path), None)
             return _BYTES[kind](self._take(2), slice(self._take(ndim), self._count))
-        if kind == layout.ENTRIES:
+        if kind == ENTRIES:
             return self._entries(rest, path, depth)
-        if kind == layout.CLASS:
+        if kind == CLASS:
             name, inner = rest
             return _instance(name, self._take(2), self._node(inner, path, depth + 1))
-        if kind == layout.STACK:
+        if kind == STACK:
             dim, *parts = rest
             builds = [self._node(part, path, depth + 1) for part in parts]
             for key in [key for key in self.entries if as_tuple(key)[: len(path)] == path]:
@@ -276,9 +290,9 @@ def _objects(at: int, sizes: slice) -> Build:
 
 
 _BYTES: dict[str, Callable[[int, slice], Build]] = {
-    layout.TEXT: _text,
-    layout.OBJECT: _object,
-    layout.OBJECTS: _objects,
+    TEXT: _text,
+    OBJECT: _object,
+    OBJECTS: _objects,
 }
 
 
@@ -319,3 +333,73 @@ def _instance(path: str, at: int, build: Build) -> Build:
         return entries
 
     return made
+
+
+_FORMAT = "rollwright.elements.1"
+
+
+def pack_rows(rows: Sequence[Any]) -> dict[str, Any]:
+    """Rows of bytes as a dictionary of tensors, with a checksum; a row of no bytes holds no element."""
+    lengths = [len(row) for row in rows]
+    memory = np.empty(sum(lengths), np.uint8)
+    at = 0
+    for row, length in zip(rows, lengths, strict=True):
+        memory[at : at + length] = np.frombuffer(row, np.uint8) if length else 0
+        at += length
+    return {
+        "format": _FORMAT,
+        "rows": torch.from_numpy(memory),
+        "lengths": torch.tensor(lengths, dtype=torch.int64, device="cpu"),
+        "checksum": zlib.crc32(memory.data),
+    }
+
+
+class PackedRows(NamedTuple):
+    """Rows of bytes, read from what :func:`pack_rows` made.
+
+    Attributes:
+        memory: of all rows.
+        bounds: int64 ``[n + 1]``: where each begins and the last ends.
+    """
+
+    memory: memoryview
+    bounds: list[int]
+
+    @classmethod
+    def of(cls, packed: Mapping[str, Any]) -> PackedRows:
+        """Check and read.
+
+        Raises:
+            DamagedFileError: it is damaged.
+        """
+        rows, lengths, form = packed.get("rows"), packed.get("lengths"), packed.get("format")
+        if form != _FORMAT or not isinstance(rows, torch.Tensor) or not isinstance(lengths, torch.Tensor):
+            raise DamagedFileError(
+                f"elements: expected encoded ones ({_FORMAT!r}), got {sorted(map(str, packed))} of the format "
+                f"{form!r}. Load the state of a RaggedStorage."
+            )
+        array = rows.contiguous().numpy()
+        bounds = np.append(0, lengths.numpy().cumsum())
+        whole = rows.dtype == torch.uint8 and bool((lengths >= 0).all()) and int(bounds[-1]) == len(array)
+        if not whole or zlib.crc32(array.data) != packed.get("checksum"):
+            raise DamagedFileError(
+                f"elements: {len(array)} bytes of {len(lengths)} encoded elements do not have the checksum that they "
+                "were saved with. Restore the file from a copy."
+            )
+        read = cls(memoryview(cast(Any, array)), bounds.tolist())
+        decoder = Decoder()
+        for row in read:
+            if len(row):
+                try:
+                    decoder.check(row)
+                except DecodingError as error:
+                    raise DamagedFileError(f"elements: one cannot be read: {error}.") from error
+        return read
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """The rows, as views."""
+        for start, stop in zip(self.bounds[:-1], self.bounds[1:], strict=True):
+            yield self.memory[start:stop]

@@ -33,16 +33,26 @@ from rollwright.data.layout.boundaries import (
     TRAJ_IDS,
     TRUNCATED,
     DoneGroup,
+    Runs,
+    Trajectories,
     complete_done,
     deciding_groups,
     done_groups,
     end_of_trajectory,
+    last_steps,
     mark_truncated,
+    trajectories,
+    trajectory_runs,
 )
-from rollwright.data.layout.frames import blank_frame, is_dense, stack_frames
-from rollwright.data.layout.nested import NestedTrajectories
-from rollwright.data.layout.runs import Runs, Trajectories, last_steps, trajectories, trajectory_runs
-from rollwright.data.layout.splitting import join_trajectories, pad_trajectories, split_trajectories
+from rollwright.data.layout.splitting import (
+    NestedTrajectories,
+    blank_frame,
+    is_dense,
+    join_trajectories,
+    pad_trajectories,
+    split_trajectories,
+    stack_frames,
+)
 
 __all__ = [
     "DONE",

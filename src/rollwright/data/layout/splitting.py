@@ -1,18 +1,253 @@
-"""Splitting a batch into rows, one a trajectory, and joining the rows again."""
+"""Splitting a batch into rows, one a trajectory: padded, nested, with blank frames; and joining the rows again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensorclass,
+)
 
 from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys, unravel, without
-from rollwright.data.layout.boundaries import MASK
-from rollwright.data.layout.frames import blank_frame, is_dense, stack_frames
-from rollwright.data.layout.nested import NestedTrajectories
-from rollwright.data.layout.runs import Trajectories, check_rows, find_mask, mask_of, place_of, trajectory_runs
+from rollwright.data.layout.boundaries import (
+    MASK,
+    TRAJ_IDS,
+    Trajectories,
+    check_rows,
+    find_mask,
+    mask_of,
+    place_of,
+    trajectory_runs,
+)
+
+_EMPTY = (str, bytes, bool, int, float, list, tuple, dict, set)
+
+
+def blank_frame(
+    frames: Sequence[TensorDictBase], *, ragged: Collection[NestedKey] = (), padding: float = 0.0, traj_id: float = -1
+) -> TensorDictBase:
+    """A frame of the form of others that holds nothing.
+
+    Args:
+        frames: at least one, all ``[*env]``; they have the same entries.
+        ragged: entries whose first dimension has any size, whether or not it differs between these frames.
+        padding: the value of tensors.
+        traj_id: the value of trajectory ids.
+
+    Returns:
+        ``[*env]``, in memory of its own: tensors hold ``padding``, and are empty along dimensions whose size differs
+        between frames or environments; text is ``""``, other objects are empty ones of their type, or None.
+
+    Example:
+        >>> frames = [TensorDict({"tokens": torch.arange(n), "x": torch.ones(2)}).set("text", "yes") for n in (1, 3)]
+        >>> blank = blank_frame(frames)
+        >>> blank["tokens"].shape, blank["x"], blank["text"]
+        (torch.Size([0]), tensor([0., 0.]), '')
+    """
+    return cast(TensorDictBase, _Blanks(set(ragged), padding, traj_id).of(frames, (), frames[0].ndim))
+
+
+def is_dense(frame: TensorDictBase) -> bool:
+    """Whether all entries are tensors in plain TensorDicts."""
+    values: Any = frame.values(True)
+    return not isinstance(frame, LazyStackedTensorDict) and all(
+        isinstance(value, torch.Tensor) or type(value) is TensorDict for value in values
+    )
+
+
+def stack_frames(frames: Sequence[TensorDictBase], dim: int, name: str | None = "time") -> TensorDictBase:
+    """Frames in one TensorDict: densely where all entries have one shape, else lazily.
+
+    Args:
+        frames: at least one, ``[*env]``, or any rows.
+        dim: where the new dimension is, and what a lazy stack of ragged frames is stacked along.
+        name: of the new dimension.
+
+    Returns:
+        ``[*env, T]`` for ``dim=len(env)``; a copy where it is dense.
+    """
+    stacked: Any
+    try:
+        stacked = LazyStackedTensorDict.maybe_dense_stack(list(frames), dim)
+    except RuntimeError:  # some frames are lazy stacks with ragged entries, and others are not
+        stacked = None
+    lazy = stacked is None or isinstance(stacked, LazyStackedTensorDict)
+    if lazy and (stacked is None or stacked.stack_dim == dim or _varies(stacked)):
+        # not rows of stacks, each ragged in itself; named at once, for names that are set later read every entry
+        return LazyStackedTensorDict(*frames, stack_dim=dim, stack_dim_name=name)
+    names = list(frames[0].names)
+    stacked.names = [*names[:dim], name, *names[dim:]]
+    return cast(TensorDictBase, stacked)
+
+
+def _varies(stacked: LazyStackedTensorDict) -> bool:
+    return any(isinstance(row, LazyStackedTensorDict) for row in stacked.tensordicts)
+
+
+class _Blanks:
+    def __init__(self, ragged: set[NestedKey], padding: float, traj_id: float) -> None:
+        self._ragged, self._padding, self._traj_id = ragged, padding, traj_id
+
+    def of(self, values: Sequence[Any], place: tuple[str, ...], ndim: int) -> Any:
+        """The blank of one entry, given as it is in each frame; ``ndim``: dimensions of the environments."""
+        like = values[-1]
+        if isinstance(like, torch.Tensor):
+            return self._tensor(values, unravel(place), ndim)
+        if is_non_tensor(like):
+            return _object(like)
+        if is_tensorclass(like):
+            inside = self.of([value._tensordict for value in values], place, ndim)
+            return type(like)._from_tensordict(inside)
+        if isinstance(like, LazyStackedTensorDict):
+            return self._stack(values, like.stack_dim, place, ndim)
+        out = TensorDict({}, like.batch_size, device=like.device)
+        nodes = [dict(value.items()) for value in values]
+        for key in nodes[-1]:
+            entries = [node[key] for node in nodes if key in node]
+            out.set(key, self.of(entries, (*place, str(key)), ndim))
+        return out
+
+    def _stack(self, values: Sequence[Any], dim: int, place: tuple[str, ...], ndim: int) -> Any:
+        rows = [value.unbind(dim) for value in values]
+        if dim < ndim:  # environments, whose sizes differ from one another as they do from frame to frame
+            every = [row for each in rows for row in each]
+            blanks = [self.of(every, place, ndim - 1) for _ in rows[-1]]
+        else:  # agents, say: each has a form of its own
+            blanks = [self.of(list(each), place, ndim) for each in zip(*rows, strict=True)]
+        return LazyStackedTensorDict(*blanks, stack_dim=dim)
+
+    def _tensor(self, values: Sequence[torch.Tensor], key: NestedKey, ndim: int) -> torch.Tensor:
+        like = values[-1]
+        if key == TRAJ_IDS:
+            return torch.full_like(like, self._traj_id)
+        shapes = {value.shape for value in values}
+        shape = list(like.shape)
+        for at in range(ndim, len(shape)):
+            sizes = {other[at] for other in shapes if len(other) == len(shape)}
+            if len(sizes) > 1 or (at == ndim and key in self._ragged):
+                shape[at] = 0
+        return like.new_full(shape, self._padding)
+
+
+def _object(like: Any) -> Any:
+    if isinstance(like, LazyStackedTensorDict):
+        return NonTensorStack(*[_object(row) for row in like.tensordicts], stack_dim=like.stack_dim)
+    kind = type(like.data)
+    return NonTensorData(kind() if kind in _EMPTY else None, batch_size=like.batch_size, device=like.device)
+
+
+_FORMS = ("as_list", "as_padded_tensor", "as_nested_tensor")
+Offsets = dict[tuple[torch.device, tuple[int, ...]], torch.Tensor]
+
+
+class NestedTrajectories(LazyStackedTensorDict):
+    """Trajectories ``[length]`` one above the other, ``[num_trajectories, -1]``; :func:`of` makes it.
+
+    A row is a TensorDict of its own length. An entry is a nested tensor ``[num_trajectories, j, ...]`` of the layout
+    ``torch.jagged``, also where all lengths are equal; all entries have the same ``j``, so they can be added, compared,
+    and so on. Reading an entry copies; rows share their memory. An entry that varies beyond the length is read with
+    ``get(key, as_list=True)``. Objects are as in any lazy stack.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> rows = [TensorDict({"x": torch.ones(n), "next": {"done": torch.ones(n, 1) > 0}}, [n]) for n in (1, 2)]
+        >>> nested = NestedTrajectories.of(rows)
+        >>> nested["x"].to_padded_tensor(0.0)
+        tensor([[1., 0.],
+                [1., 1.]])
+        >>> nested["next", "done"].is_nested, nested[1]["x"]
+        (True, tensor([1., 1.]))
+    """
+
+    offsets: Offsets | None = None  # by device and lengths; rows below are of the same lengths, and share them
+
+    @classmethod
+    def of(cls, rows: Sequence[TensorDictBase]) -> NestedTrajectories:
+        """The stack of some trajectories, which are not copied."""
+        return cls(*rows, stack_dim=0)
+
+    # Every read of an entry calls this.
+    def _get_str(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(kwargs.get(form) for form in _FORMS):
+            return super()._get_str(key, *args, **kwargs)
+        found = super()._get_str(key, *args, **{**kwargs, "as_list": True})
+        if type(found) is LazyStackedTensorDict:
+            below = NestedTrajectories.of(found.tensordicts)
+            below.offsets = self._known_offsets()
+            return below
+        if isinstance(found, list) and any(isinstance(value, list) for value in found):
+            found = [row._get_str(key, *args) for row in self.tensordicts]  # rows that are lazy stacks themselves
+        if not isinstance(found, list) or not all(isinstance(value, torch.Tensor) for value in found):
+            return found
+        if len({value.shape[1:] for value in found}) > 1:
+            return super()._get_str(key, *args, **kwargs)  # which says how such an entry is read
+        lengths = [row.batch_size[0] for row in self.tensordicts]
+        return torch.nested.nested_tensor_from_jagged(
+            torch.cat(found),
+            self._offsets_on(found[0].device),
+            min_seqlen=min(lengths),
+            max_seqlen=max(lengths),  # without it, torch pads to the sum of all
+        )
+
+    def _known_offsets(self) -> Offsets:
+        if self.offsets is None:
+            self.offsets = {}
+        return self.offsets
+
+    def _offsets_on(self, device: torch.device) -> torch.Tensor:
+        """Where rows begin; torch takes nested tensors for alike where this is one object."""
+        lengths = tuple(row.batch_size[0] for row in self.tensordicts)
+        known = self._known_offsets()
+        if (device, lengths) not in known:
+            known[device, lengths] = torch.tensor([0, *lengths], device=device).cumsum(0)
+        return known[device, lengths]
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if type(found) is LazyStackedTensorDict and found.ndim == self.ndim and found.stack_dim == 0:
+            return NestedTrajectories.of(found.tensordicts)
+        return found
+
+    def to_padded_tensor(self, padding: float = 0.0, mask_key: Any = None) -> Any:
+        """All entries, padded at the end: ``[num_trajectories, longest]``, in memory of its own.
+
+        Args:
+            padding: the value; see :func:`~rollwright.data.layout.blank_frame` of text and objects.
+            mask_key: where to put the mask, bool of that shape, True on real frames; None: nowhere.
+
+        Raises:
+            RuntimeError: an entry varies beyond the length.
+        """
+        lengths = torch.tensor([row.batch_size[0] for row in self.tensordicts], device="cpu")
+        longest = int(lengths.max())
+        rows: list[TensorDictBase] = []
+        for row in self.tensordicts:
+            missing = longest - row.batch_size[0]
+            if not missing:
+                rows.append(row.clone())
+                continue
+            blank = blank_frame([row[-1]], padding=padding, traj_id=padding)
+            if is_dense(row):
+                rest = blank.unsqueeze(0).expand(missing)
+                rest.names = row.names
+                rows.append(cast(TensorDictBase, torch.cat(cast(Any, [row, rest]))))
+            else:
+                rows.append(stack_frames([*row.unbind(0), *[blank] * missing], 0, row.names[0]))
+        padded = cast(TensorDictBase, LazyStackedTensorDict.maybe_dense_stack(cast(Any, rows), 0))
+        padded.names = [None, "time"]
+        if mask_key is not None:
+            padded.set(
+                mask_key, (torch.arange(longest, device="cpu") < lengths.unsqueeze(-1)).to(padded.device or "cpu")
+            )
+        return padded
 
 
 def split_trajectories(

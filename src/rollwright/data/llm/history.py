@@ -9,11 +9,11 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, lazy_stack
 
 from rollwright._keys import NestedKey
+from rollwright.data.entries import unchecked_td
 from rollwright.data.llm.content import plain_messages, text_of
 from rollwright.data.llm.parsing import messages_of
 from rollwright.data.llm.turns import Message
 from rollwright.data.specs import Composite, NonTensor
-from rollwright.data.unchecked import unchecked_td
 
 __all__ = ["ChatHistory", "History", "message_columns"]
 

@@ -11,10 +11,9 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from rollwright._keys import NestedKey, as_tuple, unravel
+from rollwright.data.entries import MadeEntries, unchecked_td
 from rollwright.data.llm.history import ChatHistory, History, message_columns
 from rollwright.data.llm.turns import Turn
-from rollwright.data.made_entries import MadeEntries
-from rollwright.data.unchecked import unchecked_td
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ def _emptied(key: str, value: Any) -> Any:
 
 
 class RecordSource:
-    """What the entries of a record are made of; see :class:`~rollwright.data.made_entries.MadeEntries`.
+    """What the entries of a record are made of; see :class:`~rollwright.data.entries.MadeEntries`.
 
     Args:
         turn: of a conversation.

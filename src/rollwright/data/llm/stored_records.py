@@ -8,11 +8,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from tensordict import NonTensorData, TensorDict
 
+from rollwright.data.entries import MadeEntries, unchecked_td
 from rollwright.data.llm.records import GROWING, PARTS, RecordLayout, RecordSource
 from rollwright.data.llm.turns import Marks
-from rollwright.data.made_entries import MadeEntries
 from rollwright.data.transcript import Growth, Mark, Transcript
-from rollwright.data.unchecked import unchecked_td
 
 GROWTH = "_transcript"  # key of what is stored of the transcript
 _START = (0, 0, 0)

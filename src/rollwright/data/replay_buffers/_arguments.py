@@ -13,10 +13,10 @@ from rollwright._foreign import class_path, is_torchrl_transform, kind_in, overr
 from rollwright._keys import NestedKey
 from rollwright._tensors import device_of
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
-from rollwright.data.replay_buffers.samplers.base import GENERATION, RandomSampler, Sampler
-from rollwright.data.replay_buffers.samplers.consuming import ConsumingSampler
+from rollwright.data.replay_buffers.samplers.base import GENERATION, Sampler
 from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT
-from rollwright.data.replay_buffers.storages import structures
+from rollwright.data.replay_buffers.samplers.uniform import ConsumingSampler, RandomSampler
+from rollwright.data.replay_buffers.storages import batches
 from rollwright.data.replay_buffers.storages.batches import positive
 
 Transform = Callable[[Any], Any]
@@ -363,7 +363,7 @@ def stacked(items: list[Any]) -> Any:
     if not items:
         return items
     try:
-        return structures.stacked(items)
+        return batches.stacked(items)
     except ValueError:
         return items
 

@@ -52,10 +52,10 @@ from rollwright.data.replay_buffers.conditional import (
     update_if_present,
 )
 from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
-from rollwright.data.replay_buffers.samplers.base import Draw, RandomSampler, Sampler, draw_and_read, mark_rest
-from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.samplers.base import Draw, Sampler, draw_and_read, mark_rest
+from rollwright.data.replay_buffers.samplers.uniform import RandomSampler
+from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
 from rollwright.data.replay_buffers.storages.batches import pieces, positive
-from rollwright.data.replay_buffers.storages.lists import ListStorage
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
 
@@ -92,7 +92,7 @@ class ReplayBuffer:
             :class:`~rollwright.data.replay_buffers.service.buffer.ServiceReplayBuffer`.
         service_backend_options: options of that backend; see there.
         consume_after_n_samples: draw each element this many times only; see
-            :class:`~rollwright.data.replay_buffers.samplers.consuming.ConsumingSampler`. ``len`` counts what is left.
+            :class:`~rollwright.data.replay_buffers.samplers.uniform.ConsumingSampler`. ``len`` counts what is left.
         delayed_init, compilable: no effect, for programs that were written for TorchRL.
 
     Attributes:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollwright.data.loading import load_saved, save
-from rollwright.data.replay_buffers.storages.folders import LIST_FILE, holds_dump, recover, replacing
 from rollwright.data.replay_buffers.storages.memory import ROWS_FILE, STATE_FILE
 from rollwright.data.replay_buffers.storages.rows import RowStorage
+from rollwright.data.replay_buffers.storages.saving import LIST_FILE, holds_dump, recover, replacing
 from rollwright.data.replay_buffers.storages.tensors import LazyMemmapStorage
 from rollwright.errors import DamagedFileError
 

@@ -15,9 +15,8 @@ from rollwright.data.replay_buffers._arguments import check_names, priorities_in
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.samplers.base import GENERATION
 from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT, PrioritizedSampler, Reduction
-from rollwright.data.replay_buffers.storages.base import Storage
-from rollwright.data.replay_buffers.storages.lists import ListStorage
-from rollwright.data.replay_buffers.storages.structures import is_a_class, is_structure
+from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
+from rollwright.data.replay_buffers.storages.batches import is_a_class, is_structure
 
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.keywords import BufferKeywords, CommonBufferKeywords

@@ -1,14 +1,21 @@
 """Specs: shapes, dtypes and domains of the tensors that environments and policies exchange."""
 
 from rollwright.data.specs.base import TensorSpec
-from rollwright.data.specs.binary import Binary
 from rollwright.data.specs.composite import Composite
+from rollwright.data.specs.conversion import (
+    from_gym_space,
+    from_torchrl,
+    make_composite_from_td,
+    register_as_torchrl,
+    to_gym_space,
+    to_gym_value,
+    to_torchrl,
+)
 from rollwright.data.specs.discrete import Categorical, OneHot
-from rollwright.data.specs.from_data import make_composite_from_td
-from rollwright.data.specs.gymspaces import from_gym_space, to_gym_space, to_gym_value
+from rollwright.data.specs.leaf import NonTensor
 from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
-from rollwright.data.specs.nontensor import NonTensor
 from rollwright.data.specs.numeric import (
+    Binary,
     Bounded,
     BoundedContinuous,
     BoundedDiscrete,
@@ -16,11 +23,8 @@ from rollwright.data.specs.numeric import (
     UnboundedContinuous,
     UnboundedDiscrete,
 )
-from rollwright.data.specs.spaces import BitSpace, IntervalSpace, OutcomeSpace, OutcomeSpaces, Space
-from rollwright.data.specs.stacks.stack import stack
-from rollwright.data.specs.stacks.stacked import Stacked
-from rollwright.data.specs.stacks.stackedcomposite import StackedComposite
-from rollwright.data.specs.torchrl import from_torchrl, register_as_torchrl, to_torchrl
+from rollwright.data.specs.shapes import BitSpace, IntervalSpace, OutcomeSpace, OutcomeSpaces, Space
+from rollwright.data.specs.stacks import Stacked, StackedComposite, stack
 
 __all__ = [
     "Binary",

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rollwright._keys import NestedKey
 from rollwright.data.specs.leaf import DenseSpec
-from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
-from rollwright.data.specs.spaces import OutcomeSpace
+from rollwright.data.specs.shapes import DeviceLike, OutcomeSpace, ShapeLike, as_size
 from rollwright.errors import SpecError
 
 

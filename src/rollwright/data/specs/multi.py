@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rollwright.data.specs.discrete import DiscreteSpec, OneHot, check_capacity, draw, one_hot, to_outcomes
-from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
-from rollwright.data.specs.spaces import OutcomeSpaces
+from rollwright.data.specs.shapes import DeviceLike, OutcomeSpaces, ShapeLike, as_size
 
 
 class MultiCategorical(DiscreteSpec):

@@ -1,19 +1,18 @@
-"""Specs of numbers, Bounded by an interval or Unbounded; and their names by the kind of numbers."""
+"""Specs of numbers: Bounded, Unbounded and Binary."""
 
 from __future__ import annotations
 
+import math
 from abc import ABCMeta
-from typing import Any, ClassVar, Self, TypeVar, cast
+from inspect import signature
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
 
 from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.leaf import DenseSpec
-from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
-from rollwright.data.specs.spaces import IntervalSpace
-
-S = TypeVar("S", bound=TensorSpec)
+from rollwright.data.specs.shapes import DeviceLike, IntervalSpace, OutcomeSpace, ShapeLike, as_size
 
 
 class _Numbers(DenseSpec):
@@ -246,17 +245,28 @@ class Unbounded(_Numbers):
 
 
 class _OfDomain(ABCMeta):
-    """Lets ``isinstance`` ask for the kind of numbers: these classes have no instances of their own."""
+    """Makes a spec of a kind of numbers, and lets ``isinstance`` ask for them: these classes have no instances."""
+
+    @property
+    def _base(cls) -> Any:
+        return next(base for base in cls.__mro__ if not isinstance(base, _OfDomain))
 
     def __instancecheck__(cls, instance: object) -> bool:
-        kind, domain = cast("tuple[type[TensorSpec], str]", cls.wanted)  # type: ignore[attr-defined]
-        return isinstance(instance, kind) and instance.domain == domain
+        return isinstance(instance, cls._base) and cast(TensorSpec, instance).domain == cast(Any, cls).wanted
 
-
-def _checked(spec: S, name: str, domain: str, other: str) -> S:
-    if spec.domain != domain:
-        raise ValueError(f"dtype: expected one of {name}, whose numbers are {domain}, got {spec.dtype}. Use {other}.")
-    return spec
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        wanted, other = cast(Any, cls).wanted, "Discrete"
+        if wanted == "discrete":
+            other = "Continuous"
+            if len(args) < len(signature(cls._base).parameters):  # the last one
+                options = {"dtype": torch.int64, **options}
+        spec = cls._base(*args, **options)
+        if spec.domain != wanted:
+            raise ValueError(
+                f"dtype: expected one of {cls.__name__}, whose numbers are {wanted}, got {spec.dtype}. "
+                f"Use {cls._base.__name__}{other}."
+            )
+        return spec
 
 
 class UnboundedContinuous(Unbounded, metaclass=_OfDomain):
@@ -277,11 +287,7 @@ class UnboundedContinuous(Unbounded, metaclass=_OfDomain):
         (True, False)
     """
 
-    wanted: ClassVar[tuple[type[TensorSpec], str]] = (Unbounded, "continuous")
-
-    def __new__(cls, shape: ShapeLike = (1,), device: DeviceLike = None, dtype: torch.dtype | None = None) -> Any:
-        """An :class:`Unbounded`."""
-        return _checked(Unbounded(shape, device, dtype), cls.__name__, "continuous", "UnboundedDiscrete")
+    wanted: ClassVar[str] = "continuous"
 
 
 class UnboundedDiscrete(Unbounded, metaclass=_OfDomain):
@@ -300,13 +306,7 @@ class UnboundedDiscrete(Unbounded, metaclass=_OfDomain):
         Unbounded(shape=[2], dtype=int64, device=cpu)
     """
 
-    wanted: ClassVar[tuple[type[TensorSpec], str]] = (Unbounded, "discrete")
-
-    def __new__(
-        cls, shape: ShapeLike = (1,), device: DeviceLike = None, dtype: torch.dtype | None = torch.int64
-    ) -> Any:
-        """An :class:`Unbounded`."""
-        return _checked(Unbounded(shape, device, dtype), cls.__name__, "discrete", "UnboundedContinuous")
+    wanted: ClassVar[str] = "discrete"
 
 
 class BoundedContinuous(Bounded, metaclass=_OfDomain):
@@ -317,18 +317,7 @@ class BoundedContinuous(Bounded, metaclass=_OfDomain):
         Bounded(low=-1.0, high=1.0, shape=[2], dtype=float32, device=cpu)
     """
 
-    wanted: ClassVar[tuple[type[TensorSpec], str]] = (Bounded, "continuous")
-
-    def __new__(
-        cls,
-        low: Any,
-        high: Any,
-        shape: ShapeLike = None,
-        device: DeviceLike = None,
-        dtype: torch.dtype | None = None,
-    ) -> Any:
-        """A :class:`Bounded`."""
-        return _checked(Bounded(low, high, shape, device, dtype), cls.__name__, "continuous", "BoundedDiscrete")
+    wanted: ClassVar[str] = "continuous"
 
 
 class BoundedDiscrete(Bounded, metaclass=_OfDomain):
@@ -339,18 +328,7 @@ class BoundedDiscrete(Bounded, metaclass=_OfDomain):
         Bounded(low=0, high=5, shape=[2], dtype=int64, device=cpu)
     """
 
-    wanted: ClassVar[tuple[type[TensorSpec], str]] = (Bounded, "discrete")
-
-    def __new__(
-        cls,
-        low: Any,
-        high: Any,
-        shape: ShapeLike = None,
-        device: DeviceLike = None,
-        dtype: torch.dtype | None = torch.int64,
-    ) -> Any:
-        """A :class:`Bounded`."""
-        return _checked(Bounded(low, high, shape, device, dtype), cls.__name__, "discrete", "BoundedContinuous")
+    wanted: ClassVar[str] = "discrete"
 
 
 def _compact(tensor: Tensor) -> Tensor:
@@ -366,3 +344,64 @@ def _brief(bound: Tensor) -> str:
     if len(values) == 1:
         return str(values[0])
     return str(bound.tolist()) if bound.numel() <= 4 else f"{values[0]} to {values[-1]}" if values else "[]"
+
+
+class Binary(DenseSpec):
+    """Zeros and ones, each element free of the others.
+
+    Args:
+        n: size of the last dimension, where ``shape`` is not given; must agree with it otherwise.
+        shape: shape of a sample.
+        device: device of the tensors.
+        dtype: dtype of the tensors.
+
+    Example:
+        >>> spec = Binary(3)
+        >>> spec.is_in(torch.tensor([0, 1, 1], dtype=torch.int8))
+        True
+        >>> spec.cardinality()
+        8
+    """
+
+    def __init__(
+        self,
+        n: int | None = None,
+        shape: ShapeLike = None,
+        device: DeviceLike = None,
+        dtype: torch.dtype = torch.int8,
+    ) -> None:
+        if n is None and shape is None:
+            raise ValueError("n, shape: expected one of them, got neither. Write Binary(n) or Binary(shape=...).")
+        super().__init__((int(n or 0),) if shape is None else shape, device, dtype)
+        if n is not None and self.shape[-1:] != (n,):
+            raise ValueError(f"shape: expected one that ends in n={n}, got {list(self.shape)}. Give shape alone.")
+
+    @property
+    def space(self) -> OutcomeSpace:
+        """Two outcomes for each element."""
+        return OutcomeSpace(2)
+
+    def cardinality(self) -> int:
+        """The number of patterns along the last dimension."""
+        return int(2 ** math.prod(self._safe_shape[-1:]))
+
+    def enumerate(self, use_mask: bool = False) -> Tensor:
+        """All patterns of the last dimension, ``[2**shape[-1], *self.shape]``."""
+        width = math.prod(self._safe_shape[-1:])
+        bits = torch.arange(width - 1, -1, -1, device=self.device)
+        patterns = (torch.arange(2**width, device=self.device).unsqueeze(-1) >> bits) & 1
+        lead = (1,) * (self.ndim - 1)
+        return patterns.to(self.dtype).view(-1, *lead, *self._safe_shape[-1:]).expand(-1, *self._safe_shape)
+
+    def rand(self, shape: ShapeLike = ()) -> Tensor:
+        """Zeros and ones with equal chance."""
+        return torch.randint(2, self._sizes(shape), dtype=self.dtype, device=self.device)
+
+    def _in_domain(self, val: Tensor) -> bool:
+        return val.dtype == torch.bool or bool(((val == 0) | (val == 1)).all())
+
+    def _nearest(self, val: Tensor) -> Tensor:
+        return val if val.dtype == torch.bool else val > 0.5
+
+    def _domain(self) -> str:
+        return "zeros and ones"

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import without
-from rollwright._processes.start.methods import check_start_method
+from rollwright._processes.start import check_start_method
 from rollwright._warnings import warn_user
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_halves import INDEX, AsyncHalves, first_index

@@ -15,7 +15,7 @@ from torch import Tensor
 from rollwright._keys import NestedKey, place
 from rollwright._memory import Layout, Segment, in_numpy
 from rollwright._processes.channel import ByValue
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import ExceptionInfo
 from rollwright._processes.pool import Answer, PendingCall
 from rollwright.envs.recreation import RecreationPolicy
 from rollwright.errors import EnvError

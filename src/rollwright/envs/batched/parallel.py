@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rollwright._processes.channel import ByValue
-from rollwright._processes.start.methods import check_start_method
+from rollwright._processes.start import check_start_method
 from rollwright._warnings import warn_user
 from rollwright.data.specs import NonTensor
 from rollwright.envs.arrays import STEPPED, ArrayEnv

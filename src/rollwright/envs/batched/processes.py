@@ -15,7 +15,7 @@ from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright._memory import Layout, Segment
 from rollwright._processes.channel import ByValue
 from rollwright._processes.child import STOPPED_S, Child
-from rollwright._processes.health import Heartbeats
+from rollwright._processes.connection import Heartbeats
 from rollwright._processes.pool import Pool
 from rollwright.data.specs import Composite, NonTensor, StackedComposite
 from rollwright.envs.base import EnvBase

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import NestedKey
-from rollwright._processes.health import RestartPolicy
+from rollwright._processes.connection import RestartPolicy
 from rollwright._tensors import device_of
 from rollwright.data.layout import DoneGroup, complete_done
 from rollwright.envs.arrays import Entry, Values

@@ -17,7 +17,7 @@ from torch import Tensor
 from rollwright._keys import NestedKey
 from rollwright._warnings import warn_user
 from rollwright.data.specs import Binary, Composite, MultiOneHot, OneHot, TensorSpec
-from rollwright.data.specs.gymspaces import Leaf, numpy_dtype
+from rollwright.data.specs.conversion import Leaf, numpy_dtype
 from rollwright.errors import SpecError
 
 __all__ = ["ActionWriter", "ObservationReader", "spec_of"]

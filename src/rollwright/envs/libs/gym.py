@@ -14,9 +14,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright._foreign import class_path, library_of_env
 from rollwright._keys import NestedKey, key_str, leaf_keys, place, unravel
+from rollwright.data.entries import unchecked_td
 from rollwright.data.specs import Categorical, Composite, Unbounded
-from rollwright.data.specs.gymspaces import leaves_of, torch_dtype
-from rollwright.data.unchecked import unchecked_td
+from rollwright.data.specs.conversion import leaves_of, torch_dtype
 from rollwright.envs.arrays import Entry, NameRow, Rows, RowsStep, Values
 from rollwright.envs.base import _extensions
 from rollwright.envs.libs.building import (

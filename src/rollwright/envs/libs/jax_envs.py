@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rollwright._foreign import class_path, is_brax_env, is_gymnax_env, kind_in
 from rollwright._keys import place
+from rollwright.data.entries import unchecked_td
 from rollwright.data.specs import Bounded, Categorical, Composite, OneHot, TensorSpec, Unbounded
-from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs.building import Available
 from rollwright.envs.own_tensors import OwnTensors

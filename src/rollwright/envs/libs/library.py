@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, place, unravel
+from rollwright.data.entries import unchecked_td
 from rollwright.data.specs import Composite
-from rollwright.data.unchecked import unchecked_td
 from rollwright.envs._results import complete_reset, complete_step, done_after_reset
 from rollwright.envs.arrays import (
     FLAGS,

@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from rollwright._foreign import class_path, is_pettingzoo_env, kind_in
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.specs import Categorical, Composite, Unbounded
-from rollwright.data.specs.gymspaces import leaves_of, numpy_dtype
+from rollwright.data.specs.conversion import leaves_of, numpy_dtype
 from rollwright.envs.arrays import FLAGS, Entry, Rows, Values
 from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, in_numpy_dtype, spec_of
 from rollwright.envs.libs.library import LibraryEnv

@@ -13,9 +13,9 @@ from tensordict import TensorDictBase
 from rollwright._foreign import class_path, is_torchrl_env, kind_in, overrides
 from rollwright._keys import NestedKey, leaf_keys, leaves, without
 from rollwright.data.specs import Composite, TensorSpec
+from rollwright.data.specs.conversion import from_torchrl
+from rollwright.data.specs.conversion import to_torchrl as spec_to_torchrl
 from rollwright.data.specs.shapes import as_device
-from rollwright.data.specs.torchrl import from_torchrl
-from rollwright.data.specs.torchrl import to_torchrl as spec_to_torchrl
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase
 from rollwright.envs.own_arrays import OwnArrays

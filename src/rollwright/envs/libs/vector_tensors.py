@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollwright._keys import leaf_keys
 from rollwright.data.specs import OneHot
-from rollwright.data.specs.gymspaces import Leaf
+from rollwright.data.specs.conversion import Leaf
 from rollwright.envs.libs.vector import autoreset_mode
 from rollwright.envs.own_tensors import OwnTensors, Tensors
 from rollwright.errors import EnvError, NotNative

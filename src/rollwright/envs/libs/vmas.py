@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from rollwright._foreign import class_path, is_vmas_env
+from rollwright.data.entries import unchecked_td
 from rollwright.data.specs import (
     Bounded,
     Categorical,
@@ -24,7 +25,6 @@ from rollwright.data.specs import (
     Unbounded,
 )
 from rollwright.data.specs.discrete import DiscreteSpec
-from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.base import EnvBase
 from rollwright.envs.libs.building import Available
 from rollwright.envs.libs.pettingzoo import groups_of

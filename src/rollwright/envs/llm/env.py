@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_non_tensor
 
+from rollwright.data.entries import unchecked_td
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.history import ChatHistory, History
 from rollwright.data.llm.records import RecordLayout
 from rollwright.data.llm.turns import FinishReason, InputMode, Message, Origin, turn_seed
 from rollwright.data.specs import Composite, NonTensor, Unbounded
-from rollwright.data.unchecked import unchecked_td
 from rollwright.envs.base import EnvBase
 from rollwright.envs.checkpoint import packed, unpacked
 from rollwright.envs.llm.conversations import DatasetConversations

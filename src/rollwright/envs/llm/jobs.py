@@ -16,7 +16,7 @@ from typing import Any
 
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.child import Child
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import ExceptionInfo
 
 _START_S = 120.0  # for a process to be ready
 _END_S = 2.0  # for a process to end

@@ -17,7 +17,7 @@ from torch import nn
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 from rollwright.data.layout import DoneGroup, deciding_groups, done_groups
 from rollwright.data.specs import Composite, TensorSpec
-from rollwright.data.specs.gymspaces import numpy_dtype
+from rollwright.data.specs.conversion import numpy_dtype
 from rollwright.envs._results import mask_like
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows, Values
 from rollwright.envs.columns import ArrayKind, Columns, TensorKind, by_entries, by_specs, on_array, row_form

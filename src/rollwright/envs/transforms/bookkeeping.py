@@ -11,8 +11,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, as_tuple, key_str, unravel
 from rollwright.data.layout import IS_INIT, NEXT_DONE, TRAJ_IDS, DoneGroup
-from rollwright.data.layout.boundaries import any_below
-from rollwright.data.layout.rewards import summed_reward
+from rollwright.data.layout.boundaries import any_below, summed_reward
 from rollwright.data.specs import Binary, Bounded, Composite, TensorSpec, Unbounded
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform
 from rollwright.envs.columns import ArrayKind, Columns

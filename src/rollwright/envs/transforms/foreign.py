@@ -16,7 +16,7 @@ from torch import nn
 from rollwright._foreign import class_path, is_torchrl_transform, kind_in, overrides
 from rollwright._keys import NestedKey, unravel
 from rollwright.data.specs import Composite, TensorSpec
-from rollwright.data.specs.torchrl import from_torchrl, to_torchrl
+from rollwright.data.specs.conversion import from_torchrl, to_torchrl
 from rollwright.envs.arrays import ARRAY_FORMS, ArrayEnv, ArrayTransform, Rows, Values
 from rollwright.envs.libs.torchrl import Masks, holder_of, only_below_next, transform_trims, trim_by
 from rollwright.envs.tensordicts_on_arrays import OnTensorDicts, RootTensorDicts

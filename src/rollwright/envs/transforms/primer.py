@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from rollwright._foreign import kind_in
 from rollwright._keys import NestedKey, key_str, unravel
 from rollwright.data.specs import Composite, NonTensor, TensorSpec
-from rollwright.data.specs.torchrl import from_torchrl
+from rollwright.data.specs.conversion import from_torchrl
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, entries_of
 from rollwright.envs.columns import Columns
 from rollwright.envs.transforms.base import Transform, kept

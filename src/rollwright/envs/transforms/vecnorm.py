@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey
 from rollwright.data.specs import TensorSpec, Unbounded
-from rollwright.data.specs.gymspaces import numpy_dtype
+from rollwright.data.specs.conversion import numpy_dtype
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry, Rows
 from rollwright.envs.columns import ArrayKind, Columns, at_least, cast, root, row_form, total
 from rollwright.envs.transforms.base import EntryTransform, KeySeq

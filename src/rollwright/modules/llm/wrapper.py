@@ -11,10 +11,10 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from rollwright._keys import NestedKey
+from rollwright.data.entries import unchecked_td
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.records import RecordLayout, record
 from rollwright.data.llm.turns import InputMode, LayoutName, Message, Origin, Turn
-from rollwright.data.unchecked import unchecked_td
 from rollwright.modules.llm._rows import entry, rows_of, stacked, tokens_of, write
 from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
 from rollwright.modules.llm.sampling import child_seed

@@ -17,7 +17,7 @@ from torch import nn
 from rollwright._foreign import is_torchrl_spec
 from rollwright._keys import NestedKey, unravel
 from rollwright.data.specs import Composite, TensorSpec
-from rollwright.data.specs.torchrl import from_torchrl
+from rollwright.data.specs.conversion import from_torchrl
 
 
 def own_spec(spec: Any) -> TensorSpec | None:

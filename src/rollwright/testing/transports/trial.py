@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 from rollwright.collectors import MultiAsyncCollector, MultiSyncCollector
 
 _END_S = 20.0
-_SERVERS = ("forkserver", "_processes.start.server", "resource_tracker")  # which start workers, and stay
+_SERVERS = ("forkserver", "_processes.start import main", "resource_tracker")  # which start workers, and stay
 
 
 @dataclass(frozen=True, kw_only=True)

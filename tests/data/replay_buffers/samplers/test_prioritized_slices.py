@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from rollwright.data.replay_buffers.samplers.prioritized_slices import PrioritizedSliceSampler
+from rollwright.data.replay_buffers.samplers.slices import PrioritizedSliceSampler
 from rollwright.data.replay_buffers.storages.tensors import LazyTensorStorage
 
 IDS = ("collector", "traj_ids")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rollwright.data.replay_buffers.samplers.base import RandomSampler, SamplerWithoutReplacement, nth_live
-from rollwright.data.replay_buffers.storages.lists import ListStorage
+from rollwright.data.replay_buffers.samplers.uniform import RandomSampler, SamplerWithoutReplacement, nth_live
+from rollwright.data.replay_buffers.storages.base import ListStorage
 from rollwright.data.replay_buffers.storages.tensors import LazyTensorStorage
 
 

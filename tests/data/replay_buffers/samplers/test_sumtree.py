@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollwright.data.replay_buffers.samplers.sumtree import FAN_OUT, TOP, MinTree, SumTree
+from rollwright.data.replay_buffers.samplers.prioritized import FAN_OUT, TOP, MinTree, SumTree
 
 # One level, the border of one level, two, three, and sizes that fill no row.
 SIZES = [1, 2, 31, TOP, TOP + 1, 5000, TOP * FAN_OUT, TOP * FAN_OUT + 1, 70_001]

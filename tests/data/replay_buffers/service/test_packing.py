@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rollwright.data.replay_buffers.service.packing import ReusedMemory, pack, unpack
+from rollwright.data.replay_buffers.service.messages import ReusedMemory, pack, unpack
 
 PAGES = 2**20 // 4096
 SIZE = 2**20

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict, assert_close
 
 from rollwright._keys import place
-from rollwright.data.replay_buffers.storages.columns import TensorDictBuilder
+from rollwright.data.replay_buffers.storages.batches import TensorDictBuilder
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from rollwright.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
-from rollwright.data.replay_buffers.storages import structures
+from rollwright.data.replay_buffers.storages import batches
 
 STORAGES = [LazyTensorStorage, LazyMemmapStorage, ListStorage]
 
@@ -292,8 +292,8 @@ def test_classes_that_a_process_does_not_know_become_plain(monkeypatch):
         buffer = ReplayBuffer(storage=LazyTensorStorage(10))
         buffer.extend(BATCHES[kind](3))
         with monkeypatch.context() as patch:
-            patch.setattr(structures, "_classes", {})
-            patch.setattr(structures, "class_at", lambda path: None)
+            patch.setattr(batches, "_classes", {})
+            patch.setattr(batches, "class_at", lambda path: None)
             assert type(buffer[:]) is found
         assert same(buffer[:], BATCHES[kind](3))
 

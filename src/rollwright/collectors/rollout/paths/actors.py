@@ -16,7 +16,7 @@ from rollwright.collectors.core import Actor
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.outputs import entries_or_rows
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
-from rollwright.data.unchecked import unchecked_td
+from rollwright.data.entries import unchecked_td
 from rollwright.envs.arrays import Entry, Values
 from rollwright.envs.base import EnvBase
 from rollwright.errors import NotNative

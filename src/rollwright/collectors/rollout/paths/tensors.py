@@ -21,7 +21,7 @@ from rollwright.collectors.rollout.paths.parts import PathParts, Taken
 from rollwright.collectors.rollout.paths.recording import BatchMemory, FrameField
 from rollwright.collectors.rollout.paths.stages import IDS, VERSION
 from rollwright.collectors.rollout.policy_trial import action_forms
-from rollwright.data.unchecked import unchecked_td
+from rollwright.data.entries import unchecked_td
 from rollwright.envs.arrays import UnfitOutcome
 from rollwright.envs.own_tensors import OwnTensors, Tensors
 from rollwright.errors import NotNative, PolicyError

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rollwright._memory import Segment
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import ExceptionInfo
 from rollwright._processes.network.line import CarrierOffer, Line, Pieces
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.memory import BlockLayout

@@ -21,8 +21,7 @@ import torch
 from rollwright._memory import Segment
 from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child
-from rollwright._processes.connection import ExitReason
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import ExceptionInfo, ExitReason
 from rollwright._processes.network.handshake import RefusedForNow, connect_to
 from rollwright._processes.network.line import CarrierFailed, Line, MessageForged
 from rollwright._processes.pool import Answer, Pool

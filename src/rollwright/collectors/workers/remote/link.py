@@ -16,12 +16,10 @@ from typing import Any
 
 import torch
 
-from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.connection import NOTHING
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.channel import ChannelClosed, dumps
+from rollwright._processes.connection import NOTHING, ExceptionInfo
 from rollwright._processes.network.line import CarrierFailed, Line, MessageForged, Pieces
 from rollwright._processes.network.sources import with_sources
-from rollwright._processes.pickling import dumps
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.counters import Count, WorkerCounters
 from rollwright.collectors.workers.remote import frames

@@ -18,12 +18,10 @@ from rollwright._interrupts import uninterrupted
 from rollwright._options import check_fields, seconds, whole
 from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child
-from rollwright._processes.connection import Connection, end_all
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import Connection, ExceptionInfo, end_all
 from rollwright._processes.forks import on_fork
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake, Listener, parse_address
-from rollwright._processes.network.line import Carriers
-from rollwright._processes.network.reader import BackgroundReader
+from rollwright._processes.network.line import BackgroundReader, Carriers
 from rollwright.collectors.workers.remote import frames
 from rollwright.collectors.workers.remote.group import join
 from rollwright.collectors.workers.remote.link import Link

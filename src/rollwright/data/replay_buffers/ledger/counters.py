@@ -1,16 +1,21 @@
-"""Counters of a ledger, int64 each, in shared memory or in a file: reservations in progress, and gaps."""
+"""Numbers of a ledger: what lies where, reservations, gaps, space on the disk, and what cannot be."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollwright._memory import Layout, Segment
 from rollwright.data.replay_buffers.ledger.locks import RowLock
+
+if TYPE_CHECKING:
+    from rollwright.data.replay_buffers.ledger.ledger import Ledger
 
 NUM_SLOTS, NUM_GAPS = 512, 8192  # reservations in progress at a time, and gaps remembered
 HEADER, SLOT, GAP = 16, 4, 4  # numbers in each; the header comes first, then the slots, then the gaps
@@ -259,3 +264,191 @@ class Gaps:
         self.array[:] = 0
         if num_lost > 0:  # a gap that nobody reads any more keeps the count
             self._numbers[LOST], head[GAPS], head[OLDEST_GAP] = num_lost, 1, 1
+
+
+_AHEAD_BYTES, _LEAST_BYTES = 16 << 20, 1 << 16
+_TAKEN, _DEVICE, _INODE = range(3)
+
+
+class Space:
+    """Takes space for rows in the order in which a ring writes them, a piece ahead of the writer.
+
+    A file is as long as all its rows, and sparse: bytes take space when they are written. Through a memory map, a
+    write that finds the disk full ends the process by a signal. So space is taken first, where a full disk is an
+    error::
+
+        rows that anyone has reserved  <=  rows that have space
+
+    Each piece is as large as all before, up to 16 MiB, so most reservations cost a comparison.
+
+    Args:
+        file: with the rows.
+        numbers: :attr:`num_bytes` bytes of the file, as int64: shared by all who write it, and changed under their
+            lock.
+
+    Attributes:
+        num_bytes: of ``numbers``.
+    """
+
+    num_bytes = 24
+
+    def __init__(self, file: Segment, numbers: memoryview) -> None:
+        self._file, self._numbers = file, numbers
+        self._columns: list[tuple[int, int]] = []  # first byte, and bytes of a row, of each entry
+        self._capacity = self._row_bytes = 0
+
+    def is_of_this_file(self) -> bool:
+        """Whether the numbers were written for this file: a copy of it may be sparse where the original was not."""
+        return self.is_counted_for(self._file, bytes(self._numbers))
+
+    @staticmethod
+    def is_counted_for(file: Segment, numbers: bytes) -> bool:
+        """Whether these numbers, read from a file, were written for it."""
+        status = os.fstat(file.fd)
+        read = memoryview(numbers).cast("q")
+        return (read[_DEVICE], read[_INODE]) == (_int64(status.st_dev), _int64(status.st_ino))
+
+    def begin(self) -> None:
+        """Count from 0 on. For use under the lock."""
+        status = os.fstat(self._file.fd)
+        self._numbers[_TAKEN] = 0
+        self._numbers[_DEVICE], self._numbers[_INODE] = _int64(status.st_dev), _int64(status.st_ino)
+
+    def lay_out(self, layout: Layout[Any], capacity: int) -> None:
+        """Say where entries lie in the file, ``[capacity, ...]`` each."""
+        self._columns = [(field.start, field.num_bytes // capacity) for field in layout.fields if field.num_bytes]
+        self._capacity, self._row_bytes = capacity, sum(row_bytes for _, row_bytes in self._columns)
+
+    def make_for(self, end: int) -> None:
+        """Have space for the rows of all positions below ``end``. For use under the lock.
+
+        Raises:
+            OSError: the disk, or memory, is full; nothing has changed.
+        """
+        taken = self._numbers[_TAKEN]
+        if end > taken < self._capacity:
+            self._take(max(0, taken), min(end, self._capacity))
+
+    def _take(self, taken: int, needed: int) -> None:
+        ahead = min(_AHEAD_BYTES, max(_LEAST_BYTES, taken * self._row_bytes))
+        if ahead < self._num_bytes_free() // 4:  # else leave what is there to whoever needs it now
+            upto = min(self._capacity, needed + ahead // max(1, self._row_bytes))
+            with contextlib.suppress(OSError):
+                self._take_rows(taken, upto)
+                return
+        self._take_rows(taken, needed)
+
+    def _take_rows(self, first: int, upto: int) -> None:
+        for start, row_bytes in self._columns:
+            try:
+                self._file.allocate(start + first * row_bytes, (upto - first) * row_bytes)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"{os.strerror(error.errno or 0)}: rows {first} to {upto} of a replay buffer need "
+                    f"{(upto - first) * self._row_bytes} bytes. Nothing of them was written. Free space, or make the "
+                    "storage smaller",
+                    self._file.name,
+                ) from error
+        self._numbers[_TAKEN] = upto
+
+    def _num_bytes_free(self) -> int:
+        found = os.fstatvfs(self._file.fd)
+        return found.f_bavail * found.f_frsize if found.f_blocks else 1 << 62  # memory without a limit says 0
+
+
+def _int64(number: int) -> int:
+    return number & (1 << 63) - 1
+
+
+_COUNTERS = dict(
+    zip(("capacity", "issued", "settled", "published", "base", "revision", "gaps", "oldest_gap", "ids"), range(9)),
+    skipped=SKIPPED,
+    uncounted=UNCOUNTED,
+    passed=PASSED,
+)
+
+Numbers = NDArray[np.int64]
+
+
+def wrong_in(ledger: Ledger, capacity: int | None) -> str:
+    """What is wrong with a ledger's numbers, as a phrase; empty where nothing is. For use while writing.
+
+    Each number is compared with others that say the same, so that rows which were never written are not taken for
+    published ones. What a process leaves that was killed between two stores passes.
+
+    Args:
+        ledger: of a file that was opened.
+        capacity: rows, as the description of the rows says; None: there is none, and so there are no rows.
+    """
+    head, slots, gaps = ledger.numbers()
+    counters = {name: int(head[at]) for name, at in _COUNTERS.items()}
+    for name, value in counters.items():
+        if value < 0:
+            return f"the counter {name!r} is {value}"
+    if ledger.num_lost < 0:
+        held_nothing = ledger.num_lost + counters["passed"]
+        return f"{counters['passed']} positions were passed over, and {held_nothing} hold nothing"
+    if capacity is None:
+        used = [name for name in ("issued", "settled", "published", "gaps", "skipped") if counters[name]]
+        return f"there are no rows, and the counter {used[0]!r} is {counters[used[0]]}" if used else ""
+    if counters["capacity"] != capacity:
+        return f"the counter 'capacity' is {counters['capacity']}, expected {capacity}"
+    return (
+        _wrong_in_slots(counters, slots)
+        or _wrong_in_base(counters["base"], ~int(head[BASE_CHECK]), ledger.end())
+        or _wrong_in_gaps(counters, gaps, ledger.end())
+    )
+
+
+def _wrong_in_slots(counters: dict[str, int], slots: Numbers) -> str:
+    """Reservations follow one another, and those in progress begin where the published positions end."""
+    settled, published = counters["settled"], counters["published"]
+    in_progress = counters["issued"] - settled
+    if not 0 <= in_progress <= NUM_SLOTS:
+        return f"{counters['issued']} reservations were made, and {settled} of them ended"
+    last = (settled - 1, settled)  # one may end just now
+    ends = [int(slots[serial % NUM_SLOTS][STOP]) for serial in last]
+    if in_progress < NUM_SLOTS and published not in ends:
+        return f"{published} positions are published, and the last reservation ended at {ends[0]}"
+    at = published
+    for serial in range(settled, settled + in_progress):
+        start, stop, state, owner = slots[serial % NUM_SLOTS].tolist()
+        ends_now = serial == settled and start < stop == published
+        follows = (start == at or ends_now) and start <= stop <= published + counters["capacity"]
+        if not follows or not OPEN <= state <= ABANDONED or owner < 0:
+            return f"a reservation in progress is of positions {start} to {stop} in state {state}, after {at}"
+        at = stop
+    return ""
+
+
+def _wrong_in_base(base: int, check: int, end: int) -> str:
+    if base == check or (base == 0 and check == -1):  # never set
+        return ""
+    if 0 <= base <= end and 0 <= check <= end:  # a process was killed between the two
+        return ""
+    return f"the counter 'base' is {base}, and its copy {check}, with {end} positions"
+
+
+def _wrong_in_gaps(counters: dict[str, int], gaps: Numbers, end: int) -> str:
+    """Gaps lie among the positions, and no count of lost positions grows by more than the gap is wide."""
+    oldest, newest = counters["oldest_gap"], counters["gaps"]
+    if not 0 <= newest - oldest <= NUM_GAPS:
+        return f"the gaps {oldest} to {newest} are more than {NUM_GAPS}"
+    serials = np.arange(max(0, newest - NUM_GAPS), newest)
+    start, stop, lost, _ = gaps[serials % NUM_GAPS].T
+    known = serials >= oldest
+    wrong = known & ((start < 0) | (stop < start) | (stop > end))
+    if newest:
+        before = np.concatenate([lost[:1] if newest > NUM_GAPS else np.zeros(1, np.int64), lost[:-1]])
+        wrong |= (lost < before) | (known & (lost - before > stop - start))
+        wrong |= ~known & (stop > start) & (stop > end - counters["capacity"])  # it is not over yet
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        return f"a gap is of positions {start[at]} to {stop[at]} of {end}, with {lost[at]} lost until then"
+    next_start, next_stop, next_lost, _ = gaps[newest % NUM_GAPS].tolist()
+    total = int(lost[-1]) if newest else 0
+    is_new = next_lost > total and next_start < next_stop <= counters["published"]
+    if newest - oldest < NUM_GAPS and is_new:
+        return f"there are {newest} gaps, and another one of positions {next_start} to {next_stop}"
+    return ""

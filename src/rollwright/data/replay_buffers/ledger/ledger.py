@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from rollwright._interrupts import uninterrupted
 from rollwright._memory import fence
 from rollwright.data.replay_buffers.ledger import counters as at
-from rollwright.data.replay_buffers.ledger.counters import NO_GAPS, Gaps, Reservation, Reservations
+from rollwright.data.replay_buffers.ledger.counters import NO_GAPS, Gaps, Reservation, Reservations, Space
 from rollwright.data.replay_buffers.ledger.locks import RowLock
-from rollwright.data.replay_buffers.ledger.space import Space
 
 _NAP_S = 0.5e-3
 _MOST_PASSED = 1 << 32  # at a clear(): positions are int64, and there may be many

@@ -18,8 +18,7 @@ from rollwright._processes.threads import Fillers
 from rollwright.data.replay_buffers._arguments import priorities_in
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
-from rollwright.data.replay_buffers.service.messages import Info, WriterName
-from rollwright.data.replay_buffers.service.packing import Code
+from rollwright.data.replay_buffers.service.messages import Code, Info, WriterName
 from rollwright.data.replay_buffers.service.session import Expected, Session, Target
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive

@@ -1,13 +1,25 @@
-"""Messages between a replay service and those who use it."""
+"""Messages between a replay service and those who use it, packed so that tensors are sent from where they lie."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import io
+import pickle
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from rollwright._processes.failures import ExceptionInfo
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from rollwright._processes.channel import dumps
+from rollwright._processes.connection import ExceptionInfo
+from rollwright.data.entries import unchecked_td
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.slices import SliceSampler
+from rollwright.data.replay_buffers.storages.base import Storage
 
 
 class WriterName(NamedTuple):
@@ -134,3 +146,160 @@ class Counts(NamedTuple):
 
 class Beat(NamedTuple):
     """The service is there."""
+
+
+_INLINE = 128  # bytes of a tensor that are not worth a piece of their own
+_WORTH_REUSE = 64 * 2**10  # bytes
+_MOST_SLABS, _MOST_BYTES = 64, 256 * 2**20
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is TensorDict:
+            names = value.names if any(value.names) else None
+            entries = dict(value.items())
+            return _tensordict, (entries, tuple(value.batch_size), value.device is not None, names)
+        if kind not in (torch.Tensor, torch.nn.Parameter):
+            return NotImplemented
+        is_plain = value.layout is torch.strided and not value.is_quantized and not value.is_nested
+        return _reduced(value.detach()) if is_plain else NotImplemented
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    tensor = tensor.cpu().contiguous().resolve_conj().resolve_neg()
+    count = tensor.numel() * tensor.element_size()
+    if not count:
+        return _small, (b"", tensor.dtype, tuple(tensor.shape))
+    memory: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    if count <= _INLINE:
+        return _small, (memory.tobytes(), tensor.dtype, tuple(tensor.shape))
+    return _tensor, (pickle.PickleBuffer(memory), tensor.dtype, tuple(tensor.shape))
+
+
+def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _small(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return (
+        torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+        if content
+        else torch.empty(shape, dtype=dtype, device="cpu")
+    )
+
+
+def _tensordict(entries: dict[str, Any], batch_size: tuple[int, ...], has_device: bool, names: Any) -> TensorDict:
+    made = unchecked_td(
+        entries, torch.Size(batch_size), device=torch.device("cpu") if has_device else None, nested=False
+    )
+    if names is not None:
+        made.names = names
+    return made
+
+
+def pack(value: Any) -> tuple[bytes, list[memoryview]]:
+    """A pickle, and the memory that belongs to it, which must not change until it is sent.
+
+    Tensors of other devices than the CPU, and those that do not lie in one piece, are copied. What arrives is on the
+    CPU and in no autograd graph.
+
+    Example:
+        >>> body, pieces = pack({"a": torch.arange(100)})
+        >>> [piece.nbytes for piece in pieces]
+        [800]
+        >>> int(unpack(body, pieces)["a"][-1])
+        99
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    _Pickler(file, 5, buffer_callback=buffers.append).dump(value)
+    return file.getvalue(), [buffer.raw() for buffer in buffers]
+
+
+def unpack(body: bytes, pieces: Sequence[memoryview]) -> Any:
+    """What :func:`pack` was given; its tensors lie in the pieces."""
+    return pickle.loads(body, buffers=pieces)
+
+
+class Code:
+    """Stands for an object that may hold functions and classes: the object itself arrives, with their code."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> Any:
+        return _arrived, (dumps(self._value),)
+
+
+def _arrived(pickled: bytes) -> Any:
+    value = pickle.loads(pickled)
+    if isinstance(value, Storage):
+        value.move_here()
+    return value
+
+
+def memory_for(sizes: Sequence[int]) -> list[memoryview]:
+    """Fresh memory for pieces of these sizes, aligned as torch aligns tensors."""
+    return [memoryview(torch.empty(size, dtype=torch.uint8, device="cpu").numpy()) for size in sizes]  # type: ignore[arg-type]
+
+
+class _Slab:
+    """Memory for one piece at a time: borrowed as long as anything is there that was made of it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._memory: NDArray[np.uint8] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
+        self._view: weakref.ref[NDArray[np.uint8]] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing reads it."""
+        return self._view is None or self._view() is None
+
+    def borrow(self) -> memoryview:
+        """The memory, which is free."""
+        view = self._memory[:]  # tensors, arrays and views keep it, since it is what a memoryview is of
+        self._view = weakref.ref(view)
+        return memoryview(view)  # type: ignore[arg-type]
+
+
+class ReusedMemory:
+    """Memory for pieces, each used again when nothing reads what was made of it; as :func:`memory_for` otherwise.
+
+    A loop that samples and drops batches of one size takes no fresh memory, whose pages would have to be cleared.
+
+    Example:
+        >>> memory = ReusedMemory()
+        >>> (piece,) = memory([2**20])
+        >>> batch = torch.frombuffer(piece, dtype=torch.float32)
+        >>> address = batch.data_ptr()
+        >>> del piece, batch
+        >>> torch.frombuffer(memory([2**20])[0], dtype=torch.float32).data_ptr() == address
+        True
+    """
+
+    def __init__(self) -> None:
+        self._slabs: list[_Slab] = []  # the last one used at the end
+
+    def __call__(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Memory for pieces of these sizes."""
+        return [self._take(size) if size >= _WORTH_REUSE else memory_for([size])[0] for size in sizes]
+
+    def _take(self, num_bytes: int) -> memoryview:
+        free = (slab for slab in self._slabs if slab.num_bytes == num_bytes and slab.is_free)
+        slab = next(free, None)
+        if slab is None:
+            slab = _Slab(num_bytes)
+        else:
+            self._slabs.remove(slab)
+        self._slabs.append(slab)
+        piece = slab.borrow()
+        while len(self._slabs) > _MOST_SLABS or self.num_bytes > _MOST_BYTES:
+            del self._slabs[0]  # whoever has borrowed it keeps it
+        return piece
+
+    @property
+    def num_bytes(self) -> int:
+        """That are kept, borrowed or not."""
+        return sum(slab.num_bytes for slab in self._slabs)

@@ -8,11 +8,10 @@ from typing import Annotated
 from rollwright._options import whole
 from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child
-from rollwright._processes.connection import end_all
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import ExceptionInfo, end_all
+from rollwright.data.replay_buffers.service.buffer import ServiceOptions
 from rollwright.data.replay_buffers.service.messages import Ready
-from rollwright.data.replay_buffers.service.options import ServiceOptions
-from rollwright.data.replay_buffers.service.serving.hosting import Recipe, Service
+from rollwright.data.replay_buffers.service.server import Recipe, Service
 from rollwright.errors import WorkerError
 
 DEFAULT_ADDRESS = "127.0.0.1:0"
@@ -30,7 +29,7 @@ class Options(ServiceOptions):
 
 
 class _ProcessHost:
-    """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
+    """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -42,7 +41,7 @@ class _ProcessHost:
         return self._child.pid
 
     def await_ready(self, timeout_s: float) -> Ready:
-        """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
+        """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
         try:
             found = self._child.channel.recv(timeout_s)
         except ChannelClosed:
@@ -56,7 +55,7 @@ class _ProcessHost:
         return ready
 
     def how_it_ended(self) -> str | None:
-        """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
+        """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
         if self._child.alive:
             return None
         if self._raised is None:
@@ -68,7 +67,7 @@ class _ProcessHost:
         return self._child.how_it_ended() + self._raised
 
     def end(self, timeout_s: float) -> None:
-        """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
+        """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
         self._child.channel.close()
         end_all([self._child], timeout_s)
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from rollwright._options import Check, with_options
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import ExceptionInfo
 from rollwright._processes.network.ray import RaySession, check_cluster, check_ray_init_config, check_remote_config
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
-from rollwright.data.replay_buffers.service.buffer import ServiceReplayBuffer
+from rollwright.data.replay_buffers.service.buffer import ServiceOptions, ServiceReplayBuffer
 from rollwright.data.replay_buffers.service.messages import Ready
-from rollwright.data.replay_buffers.service.options import ServiceOptions
-from rollwright.data.replay_buffers.service.serving.hosting import Recipe, Service
+from rollwright.data.replay_buffers.service.server import Recipe, Service
 from rollwright.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class _Actor:
 
 
 class _RayHost:
-    """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
+    """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
 
     def __init__(self, session: RaySession, recipe: Recipe, config: dict[str, Any]) -> None:
         self._session, self._ray = session, session.ray
@@ -88,7 +87,7 @@ class _RayHost:
         self.pid: int | None = None
 
     def await_ready(self, timeout_s: float) -> Ready:
-        """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
+        """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
         errors = self._ray.exceptions
         try:
             found = self._ray.get(self._started, timeout=timeout_s)
@@ -107,7 +106,7 @@ class _RayHost:
         return ready
 
     def how_it_ended(self) -> str | None:
-        """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
+        """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
         if self._served is None or not self._ray.wait([self._served], timeout=_LOOK_S)[0]:
             return None
         try:
@@ -119,7 +118,7 @@ class _RayHost:
         return "has ended"
 
     def end(self, timeout_s: float) -> None:
-        """See :class:`~rollwright.data.replay_buffers.service.serving.hosting.ServiceHost`."""
+        """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
         with contextlib.suppress(Exception):  # Ray may have ended, and says so in many ways
             if self._served is not None and timeout_s:
                 self._actor.stop.remote()

@@ -14,14 +14,21 @@ from typing import Any, NamedTuple
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.failures import ExceptionInfo
+from rollwright._processes.connection import ExceptionInfo
 from rollwright._processes.forks import on_fork
 from rollwright._processes.network.handshake import HandshakeRefused, connect_to
 from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.threads import DaemonThread
 from rollwright._warnings import warn_user
-from rollwright.data.replay_buffers.service.messages import Counts, Reply, Request, WriterName
-from rollwright.data.replay_buffers.service.packing import ReusedMemory, pack, unpack
+from rollwright.data.replay_buffers.service.messages import (
+    Counts,
+    Reply,
+    Request,
+    ReusedMemory,
+    WriterName,
+    pack,
+    unpack,
+)
 from rollwright.errors import ServiceLostError, WorkerError
 
 _LOOK_S = 0.2

@@ -19,10 +19,9 @@ import torch
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright._memory import Layout, Segment
-from rollwright.data.replay_buffers.ledger.damage import wrong_in
+from rollwright.data.replay_buffers.ledger.counters import Space, wrong_in
 from rollwright.data.replay_buffers.ledger.ledger import Ledger
 from rollwright.data.replay_buffers.ledger.locks import RowLock
-from rollwright.data.replay_buffers.ledger.space import Space
 from rollwright.errors import DamagedFileError
 
 ROWS_FILE, LOCK_FILE = "buffer.rows", "buffer.lock"
@@ -49,7 +48,7 @@ class Schema(NamedTuple):
         dim_extend: which dimension of the data the rows are.
         fields: shape and dtype of each entry of an element; the key ``()`` stands for data that is one tensor.
         batch: batch size of an element, which may be a trajectory ``[T]``.
-        form: what an element is, see :data:`~rollwright.data.replay_buffers.storages.structures.Form`.
+        form: what an element is, see :data:`~rollwright.data.replay_buffers.storages.batches.Form`.
     """
 
     max_size: int

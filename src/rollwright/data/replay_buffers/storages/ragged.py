@@ -13,8 +13,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 
 from rollwright._keys import NestedKey, as_tuple, key_str, leaf_keys
 from rollwright.data.encoding import Decoder, Encoded, PackedRows, encode, pack_rows
+from rollwright.data.entries import MadeEntries
 from rollwright.data.llm.stored_records import GROWTH, end_of, growth_of, restored, stored, transcript_of
-from rollwright.data.made_entries import MadeEntries
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import Storage, check_number
 from rollwright.data.replay_buffers.storages.batches import (

@@ -16,18 +16,22 @@ from rollwright._tensors import as_tensor
 from rollwright.data.compact import is_table, without_table
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
 from rollwright.data.replay_buffers.storages.base import Storage, check_number
-from rollwright.data.replay_buffers.storages.batches import batches_of, no_objects, positive, too_long
-from rollwright.data.replay_buffers.storages.columns import Column, TensorDictBuilder
-from rollwright.data.replay_buffers.storages.memory import Memory, PrivateMemory, Schema, SharedMemory
-from rollwright.data.replay_buffers.storages.structures import (
+from rollwright.data.replay_buffers.storages.batches import (
+    Column,
     Form,
+    TensorDictBuilder,
+    batches_of,
     form_str,
     is_a_class,
     joined,
     mapped,
+    no_objects,
     packed,
+    positive,
     restored,
+    too_long,
 )
+from rollwright.data.replay_buffers.storages.memory import Memory, PrivateMemory, Schema, SharedMemory
 
 _WHOLE: NestedKey = ()  # the key of data that is one tensor
 
@@ -447,7 +451,7 @@ class RowStorage(Storage):
             rest: dimensions of a row.
             dim: which dimension of the data the rows are; None: the last.
             batch: batch size of an element.
-            form: what an element is, see :data:`~rollwright.data.replay_buffers.storages.structures.Form`.
+            form: what an element is, see :data:`~rollwright.data.replay_buffers.storages.batches.Form`.
 
         Returns:
             What a row holds.

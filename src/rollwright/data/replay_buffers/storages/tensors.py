@@ -13,10 +13,10 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import leaf_keys
 from rollwright._warnings import warn_user
-from rollwright.data.replay_buffers.storages.folders import recover
+from rollwright.data.replay_buffers.storages.batches import is_a_class, is_structure, packed
 from rollwright.data.replay_buffers.storages.memory import LOCK_FILE, ROWS_FILE, STATE_FILE, PrivateMemory, SharedMemory
 from rollwright.data.replay_buffers.storages.rows import RowStorage
-from rollwright.data.replay_buffers.storages.structures import is_a_class, is_structure, packed
+from rollwright.data.replay_buffers.storages.saving import recover
 from rollwright.data.specs.shapes import as_device, usable_device
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from rollwright.data.made_entries import MadeEntries
+from rollwright.data.entries import MadeEntries
 
 
 class Source:

@@ -1,24 +1,31 @@
-"""Conversion between Gymnasium spaces and specs."""
+"""Specs of Gymnasium's spaces and of TorchRL's specs, and the way back; specs from an example of the data."""
 
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Callable
 from functools import singledispatch
 from typing import Any, NamedTuple
 
 import gymnasium.spaces as gym_spaces
 import numpy as np
 import torch
+from tensordict import LazyStackedTensorDict, NonTensorStack, is_non_tensor, is_tensor_collection
 
+from rollwright._foreign import class_path, is_torchrl_spec, kind_in
 from rollwright._keys import NestedKey, unravel
+from rollwright._tensors import as_tensor
 from rollwright.data.specs.base import TensorSpec
-from rollwright.data.specs.binary import Binary
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.discrete import Categorical, OneHot
+from rollwright.data.specs.leaf import NonTensor
+from rollwright.data.specs.mapping import converts
 from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
-from rollwright.data.specs.nontensor import NonTensor
-from rollwright.data.specs.numeric import Bounded, Unbounded
+from rollwright.data.specs.numeric import Binary, Bounded, Unbounded
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
+from rollwright.data.specs.stacks import Stacked, StackedComposite, stack
+from rollwright.errors import SpecError, require
 
 Space = gym_spaces.Space[Any]
 
@@ -275,3 +282,231 @@ def _walk(space: Space, root: str, categorical: bool, names: tuple[str, ...], pa
         spec = from_gym_space(space, device="cpu", categorical_action_encoding=categorical)
         return [Leaf(unravel(names or (root,)), path, space, spec)]
     return [leaf for index, below, child in children for leaf in _walk(child, root, categorical, below, (*path, index))]
+
+
+def make_composite_from_td(data: Any, *, unsqueeze_null_shapes: bool = True, dynamic_shape: bool = False) -> Composite:
+    """The Composite of data of which one example is there: shapes, dtypes and devices, without bounds.
+
+    Args:
+        data: a TensorDict or tensorclass; one that is lazily stacked gives a stack of Composites.
+        unsqueeze_null_shapes: describe numbers without a dimension as of shape ``[1]``.
+        dynamic_shape: let the last size of each entry vary, if it is no batch dimension.
+
+    Returns:
+        A Composite of the batch size of ``data``.
+
+    Raises:
+        TypeError: it is neither.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> make_composite_from_td(TensorDict({"x": torch.zeros(3), "n": {"y": torch.tensor([True])}}))
+        Composite(
+            x: Unbounded(shape=[3], dtype=float32, device=cpu),
+            n: Composite(
+                y: Unbounded(shape=[1], dtype=bool, device=cpu),
+                shape=[], device=None),
+            shape=[], device=None)
+    """
+    if not is_tensor_collection(data) or is_non_tensor(data):
+        raise TypeError(f"data: expected a TensorDict, got {type(data).__name__}: {data!r}. Put it under a key of one.")
+    options = {"unsqueeze_null_shapes": unsqueeze_null_shapes, "dynamic_shape": dynamic_shape}
+    if isinstance(data, LazyStackedTensorDict):
+        return stack([make_composite_from_td(part, **options) for part in data.tensordicts], data.stack_dim)
+    entries: dict[str, TensorSpec] = {}
+    for name, value in data.items():
+        if is_non_tensor(value):
+            entries[name] = _of_objects(value)
+        elif is_tensor_collection(value):
+            entries[name] = make_composite_from_td(value, **options)
+        else:
+            shape = value.shape or torch.Size((1,) if unsqueeze_null_shapes else ())
+            if dynamic_shape and len(value.shape) > data.ndim:
+                shape = torch.Size((*shape[:-1], -1))
+            entries[name] = Unbounded(shape, value.device, value.dtype)
+    return Composite(entries, shape=data.batch_size, device=data.device)
+
+
+def _of_objects(value: Any) -> NonTensor:
+    first = value
+    while first.ndim and isinstance(first, NonTensorStack):
+        first = first[0]
+    return NonTensor(value.batch_size, value.device, first.data, batched=isinstance(value, NonTensorStack))
+
+
+def from_torchrl(spec: Any) -> Any:
+    """A spec of TorchRL as one of this library; masks are copied.
+
+    TorchRL need not be importable here: what counts is the object.
+
+    Args:
+        spec: of TorchRL; one of this library is returned as it is.
+
+    Returns:
+        The spec of the same class name, shape, dtype, device and domain.
+
+    Raises:
+        TypeError: it is no spec.
+        SpecError: there is no such spec in this library.
+    """
+    if isinstance(spec, TensorSpec):
+        return spec
+    if not is_torchrl_spec(spec):
+        raise TypeError(f"spec: expected a spec of TorchRL, got {class_path(spec)}: {spec!r}. Pass env.action_spec.")
+    for kind in kind_in("torchrl", spec):
+        if kind in _READ:
+            return _READ[kind](spec)
+    raise SpecError(
+        f"spec: {class_path(spec)} has no counterpart in rollwright.data; there are {', '.join(sorted(_READ))}. "
+        "Let the environment announce one of these."
+    )
+
+
+def to_torchrl(spec: TensorSpec) -> Any:
+    """A spec of this library as one of TorchRL, which has to be installed; masks are copied.
+
+    Args:
+        spec: of this library; one of TorchRL is returned as it is.
+
+    Returns:
+        The spec of the same class name, shape, dtype, device and domain.
+
+    Raises:
+        TypeError: it is no spec.
+        SpecError: TorchRL has none of the same domain.
+        ImportError: TorchRL is not installed.
+    """
+    if is_torchrl_spec(spec):
+        return spec
+    if not isinstance(spec, TensorSpec):
+        raise TypeError(f"spec: expected a spec of rollwright.data, got {class_path(spec)}: {spec!r}.")
+    library = require("torchrl.data", extra="torchrl", purpose="to_torchrl")
+    for kind in type(spec).__mro__:
+        if kind in _WRITTEN:
+            return _WRITTEN[kind](spec, library)
+    raise SpecError(f"spec: {class_path(spec)} has no counterpart in torchrl.data. Convert a spec of rollwright.data.")
+
+
+def register_as_torchrl() -> None:
+    """Have TorchRL's own ``isinstance`` take our specs for its specs of the same name, as abstract base classes allow.
+
+    So its losses and modules read the specs of our environments. Nothing happens where the program has not imported
+    TorchRL, or has done so before: it is called where a spec of an environment is read.
+    """
+    library = sys.modules.get(_SPECS_OF_TORCHRL)
+    if library is None or library in _registered:
+        return
+    if not all(hasattr(library, kind.__name__) for kind in _WRITTEN):  # it is being imported
+        return
+    names = getattr(sys.modules.get(_UTILS_OF_TORCHRL), "ACTION_SPACE_MAP", {})  # which its losses look classes up in
+    for ours in _WRITTEN:
+        their = getattr(library, ours.__name__)
+        their.register(ours)
+        if their in names:
+            names[ours] = names[their]
+    _registered.append(library)
+
+
+_SPECS_OF_TORCHRL, _UTILS_OF_TORCHRL = "torchrl.data.tensor_specs", "torchrl.data.utils"
+_registered: list[Any] = []
+
+
+# From TorchRL -----------------------------------------------------------------------------------
+
+
+def _common(spec: Any) -> dict[str, Any]:
+    return {"shape": spec.shape, "device": spec.device, "dtype": spec.dtype}
+
+
+def _masked(spec: Any) -> dict[str, Any]:
+    mask = getattr(spec, "mask", None)
+    return {**_common(spec), "mask": None if mask is None else mask.clone()}
+
+
+def _composite(spec: Any) -> Composite:
+    entries = {name: None if child is None else from_torchrl(child) for name, child in spec.items()}
+    return Composite(entries, shape=spec.shape, device=spec.device)
+
+
+def _numbers(spec: Any) -> list[int]:
+    return [int(n) for n in as_tensor(spec.nvec).reshape(-1, as_tensor(spec.nvec).shape[-1])[0]]
+
+
+def _stacked(spec: Any) -> TensorSpec:
+    children: list[TensorSpec] = [from_torchrl(each) for each in spec.unbind(spec.dim)]
+    return stack(children, spec.dim)
+
+
+_READ: dict[str, Callable[[Any], TensorSpec]] = {
+    "Composite": _composite,
+    "StackedComposite": _stacked,
+    "Stacked": _stacked,
+    "Bounded": lambda spec: Bounded(spec.space.low, spec.space.high, **_common(spec)),
+    "Unbounded": lambda spec: Unbounded(**_common(spec)),
+    "Binary": lambda spec: Binary(**_common(spec)),
+    "Categorical": lambda spec: Categorical(int(spec.space.n), **_masked(spec)),
+    "OneHot": lambda spec: OneHot(int(spec.space.n), **_masked(spec)),
+    "MultiCategorical": lambda spec: MultiCategorical(spec.nvec, **_masked(spec)),
+    "MultiOneHot": lambda spec: MultiOneHot(_numbers(spec), **_masked(spec)),
+    "NonTensor": lambda spec: NonTensor(
+        spec.shape, spec.device, spec.example_data, batched=bool(getattr(spec, "batched", False))
+    ),
+}
+
+
+# To TorchRL -------------------------------------------------------------------------------------
+
+
+def _no_start(spec: Any) -> None:
+    if as_tensor(spec.start).any():
+        raise SpecError(
+            f"spec: {spec!r} begins at {spec.start}, and outcomes of TorchRL's specs begin at 0. Let the environment "
+            "count from 0."
+        )
+
+
+def _write_composite(spec: Composite, library: Any) -> Any:
+    entries = {name: None if child is None else to_torchrl(child) for name, child in spec.items()}
+    return library.Composite(entries, shape=spec.shape, device=spec.device)
+
+
+def _write_bounded(spec: Bounded, library: Any) -> Any:
+    return library.Bounded(low=spec.low.clone(), high=spec.high.clone(), **_common(spec))
+
+
+def _write_discrete(name: str) -> Callable[[Any, Any], Any]:
+    def write(spec: Any, library: Any) -> Any:
+        _no_start(spec)
+        outcomes = spec.n if hasattr(spec, "n") else spec.nvec
+        options = _masked(spec)
+        if name == "MultiCategorical":
+            options["remove_singleton"] = False
+        return getattr(library, name)(outcomes, **options)
+
+    return write
+
+
+def _write_stacked(spec: Any, library: Any) -> Any:
+    kind = library.StackedComposite if isinstance(spec, StackedComposite) else library.Stacked
+    return kind(*[to_torchrl(each) for each in spec.specs], dim=spec.dim)
+
+
+def _write_objects(spec: NonTensor, library: Any) -> Any:
+    return library.NonTensor(shape=spec.shape, device=spec.device, example_data=spec.example_data, batched=spec.batched)
+
+
+_WRITTEN: dict[type, Callable[[Any, Any], Any]] = {
+    StackedComposite: _write_stacked,
+    Stacked: _write_stacked,
+    Composite: _write_composite,
+    Bounded: _write_bounded,
+    Unbounded: lambda spec, library: library.Unbounded(**_common(spec)),
+    Binary: lambda spec, library: library.Binary(**_common(spec)),
+    MultiCategorical: _write_discrete("MultiCategorical"),
+    MultiOneHot: _write_discrete("MultiOneHot"),
+    Categorical: _write_discrete("Categorical"),
+    OneHot: _write_discrete("OneHot"),
+    NonTensor: _write_objects,
+}
+
+converts(is_torchrl_spec, from_torchrl)

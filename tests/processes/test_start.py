@@ -15,9 +15,9 @@ from multiprocessing import forkserver
 
 import pytest
 
+from rollwright._processes import start as starting
 from rollwright._processes.child import Child, echo
-from rollwright._processes.start import methods as starting
-from rollwright._processes.start.server import ForkRequest, _Server
+from rollwright._processes.start import ForkRequest, _Server
 
 LIMIT_S = 60.0
 

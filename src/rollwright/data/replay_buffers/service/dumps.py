@@ -13,12 +13,12 @@ import torch
 
 from rollwright.data.loading import load_saved, save
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
-from rollwright.data.replay_buffers.service.messages import Request
-from rollwright.data.replay_buffers.service.packing import unpack
-from rollwright.data.replay_buffers.storages.folders import holds_dump, remove_dump
+from rollwright.data.replay_buffers.service.messages import Request, unpack
+from rollwright.data.replay_buffers.storages.saving import holds_dump, remove_dump
 
 if TYPE_CHECKING:
-    from rollwright.data.replay_buffers.service.serving.keeper import Keeper
+    from rollwright.data.replay_buffers.service.server import Keeper
+
 
 DUMP_FILE = "service.pt"
 """Names the folder of the last dump, and who had written what; it is replaced as a whole."""

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
+from rollwright.data.replay_buffers.service.dumps import JOURNAL_FILE, Journal
 from rollwright.data.replay_buffers.service.messages import Request
-from rollwright.data.replay_buffers.service.serving.dumps import JOURNAL_FILE, Journal
 
 
 def written(folder):

@@ -9,8 +9,8 @@ import torch
 from tests.data.test_full_disk import files_of_at_most
 
 from rollwright.data import ListStorage, ReplayBuffer
-from rollwright.data.replay_buffers.service.serving import dumps as dumps_module
-from rollwright.data.replay_buffers.service.serving.dumps import Dumps
+from rollwright.data.replay_buffers.service import dumps as dumps_module
+from rollwright.data.replay_buffers.service.dumps import Dumps
 
 
 def keeper_of(buffer):

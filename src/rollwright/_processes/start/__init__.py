@@ -1,1 +1,0 @@
-"""How processes start: the fork server, what it imports, and the other methods."""
