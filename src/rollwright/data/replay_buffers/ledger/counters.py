@@ -362,7 +362,11 @@ def _int64(number: int) -> int:
 
 
 _COUNTERS = dict(
-    zip(("capacity", "issued", "settled", "published", "base", "revision", "gaps", "oldest_gap", "ids"), range(9)),
+    zip(
+        ("capacity", "issued", "settled", "published", "base", "revision", "gaps", "oldest_gap", "ids"),
+        range(9),
+        strict=True,
+    ),
     skipped=SKIPPED,
     uncounted=UNCOUNTED,
     passed=PASSED,
