@@ -38,7 +38,6 @@ DIFFERENT = {
 INSTEAD = [  # the first whose pattern matches "module.Name" as a whole
     (r".*Updater(V2)?", "a `WeightSyncScheme`, see [weights](weights.md)"),
     (r"collectors\.AsyncBatched.*", "`AsyncCollector`, or `Collector` with an `AsyncEnvPool`"),
-    (r"collectors\.llm\..*", "`LLMCollector(num_collectors=...)`"),
     (r"collectors\..*", "an option of `Collector`, see [workers](workers.md)"),
     (
         r"data\..*(Checkpointer|H5.*|TED.*|.*2TED|.*2Nested|Nested2.*)",

@@ -21,6 +21,7 @@ from rollwright.collectors import (
 from rollwright.collectors.clusters.groups import GroupOptions
 from rollwright.collectors.distributed import DistributedSyncCollector, RayCollector, RPCCollector
 from rollwright.collectors.factory import BackendOptions
+from rollwright.collectors.llm import RayLLMCollector
 from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.llm.workers import MultiLLMCollector
 from rollwright.collectors.workers.options import WorkerOptions
@@ -37,6 +38,7 @@ SHOWN = {
     RPCCollector: [CollectorOptions, WorkerOptions, GroupOptions],
     RayCollector: [CollectorOptions, WorkerOptions, GroupOptions],
     MultiLLMCollector: [LLMOptions, WorkerOptions],
+    RayLLMCollector: [LLMOptions, WorkerOptions, BackendOptions],
 }
 OTHERWISE = {  # what is one number or one value there, or has another name
     Collector: {"num_workers"},
@@ -44,6 +46,7 @@ OTHERWISE = {  # what is one number or one value there, or has another name
     DistributedSyncCollector: {"num_workers", "backend", "sync", "update_at_each_batch", "max_weight_update_interval"},
     RPCCollector: {"num_workers", "backend", "sync", "update_at_each_batch"},
     RayCollector: {"num_workers", "backend", "sync", "update_at_each_batch"},
+    RayLLMCollector: {"num_workers", "backend", "sync"},
 }
 WRONG = [
     (CollectorOptions, {"frames_per_batch": "x"}, TypeError, "expected an integer of at least 1, got str: 'x'."),

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from rollwright._options import with_options
 from rollwright.collectors.arguments import WorkerStats, checked_state
 from rollwright.collectors.delivery.queues import QueueBacklog, QueueClosed, QueueWriter
-from rollwright.collectors.factory import num_in_each
+from rollwright.collectors.factory import BackendOptions, num_in_each
 from rollwright.collectors.llm.interface import (
     LENGTH_UNKNOWN,
     checked_postproc,
@@ -53,7 +53,7 @@ class MultiLLMCollector(MultiCollector):
         self._construct(*environment_of(env, options, policy))
 
     def _construct(self, create_env_fn: Any, policy: Callable[..., Any] | None, options: dict[str, Any]) -> None:
-        owner = "LLMCollector"
+        owner = "LLMCollector" if type(self) is MultiLLMCollector else type(self)
         own, others = WorkerOptions.split(options, owner, LLMOptions)
         self.llm_options = LLMOptions.parse(others, owner)
         _check_for_workers(self.llm_options)
@@ -221,9 +221,19 @@ def made_with_workers(args: Sequence[Any], options: Mapping[str, Any]) -> MultiL
     Raises:
         ValueError: ``backend="direct"`` contradicts ``num_collectors``.
     """
+    return MultiLLMCollector(*args, **with_worker_count(args[0] if args else options.get("env"), options))
+
+
+def with_worker_count(env: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with ``num_workers`` in place of ``num_collectors``.
+
+    Args:
+        env: what makes environments, or a list with one for each worker; None: it is among the options.
+        options: as they were given.
+    """
     given = dict(options)
-    count = given.pop("num_collectors", None)
-    env = args[0] if args else given.get("env", given.get("create_env_fn"))
+    count = BackendOptions(num_collectors=given.pop("num_collectors", None)).num_collectors
+    env = given.get("create_env_fn") if env is None else env
     if count is not None or not isinstance(env, Sequence):
         given["num_workers"] = (1 if count is None else count) * num_in_each(options)
-    return MultiLLMCollector(*args, **given)
+    return given
