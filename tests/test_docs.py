@@ -22,7 +22,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FIRST = BLOCK.findall((ROOT / "README.md").read_text())[0]
 # Excerpts, which show a part of something: what they leave out.
 ELSEWHERE = ("ray",)  # pages whose programs run in tests of their own: tests/collectors/workers/remote/test_ray.py
-CONTINUED = ("first_batch", "ppo")  # pages whose programs go on from one another: they run as one
+CONTINUED = ("first_batch", "llm", "ppo")  # pages whose programs go on from one another: they run as one
 INSIDE = "rollwright.collectors.llm.workers"  # of whose names the reference has one
 MISSING: dict[str, Any] = {"my_gymnasium_env": lambda: gymnasium.make("Pendulum-v1")}
 

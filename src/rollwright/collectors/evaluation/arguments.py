@@ -41,7 +41,7 @@ class CheckedArguments:
         ValueError, TypeError: one is wrong.
     """
 
-    num_trajectories: Annotated[int, whole(1)]
+    num_trajectories: Annotated[int | None, whole(1)]
     seed: Annotated[int | None, whole()]
     backend: Literal["thread", "process", "ray"]
     busy_policy: Literal["skip", "error", "queue"]

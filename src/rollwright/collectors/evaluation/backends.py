@@ -22,7 +22,10 @@ from rollwright.collectors.evaluation.episodes import (
     EvaluationRequest,
     Settings,
     Stopped,
+    frozen_env,
 )
+from rollwright.collectors.rollout.environment import inner_conversations
+from rollwright.envs.base import EnvBase
 from rollwright.envs.utils import ExplorationType
 from rollwright.errors import WorkerError
 
@@ -280,11 +283,24 @@ class Backend(ABC):
         return None
 
 
+def episode_runner(
+    settings: Settings, progress: EvaluationProgress, gone: Callable[[], bool], *, own_generators: bool
+) -> EpisodeRunner:
+    """What runs the evaluations of an environment; see :class:`EpisodeRunner` for arguments and errors."""
+    with frozen_env(settings) as env:
+        kind = EpisodeRunner
+        if isinstance(env, EnvBase) and inner_conversations(env) is not None:
+            from rollwright.collectors.evaluation.conversations import ConversationRunner
+
+            kind = ConversationRunner
+        return kind(env, settings, progress, gone, own_generators=own_generators)
+
+
 class ThreadBackend(Backend):
     """In this thread, with torch's generators shared with the rest of the program."""
 
     def __init__(self, settings: Settings, progress: EvaluationProgress) -> None:
-        self._runner = EpisodeRunner(settings, progress, lambda: False, own_generators=False)
+        self._runner = episode_runner(settings, progress, lambda: False, own_generators=False)
 
     def run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
         """Evaluate in the calling thread."""
@@ -428,7 +444,7 @@ def serve(channel: Any, settings: Settings, progress: EvaluationProgress, init_f
     if init_fn is not None:
         init_fn()
     # While an evaluation runs, nothing is sent to this process: what can be read then is the end of the channel.
-    runner = EpisodeRunner(settings, progress, channel.poll, own_generators=True)
+    runner = episode_runner(settings, progress, channel.poll, own_generators=True)
     try:
         channel.send(os.getpid())
         while True:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +48,7 @@ class Settings(NamedTuple):
         create_env_fn: an environment, or what makes one.
         policy: what acts, or None.
         target: the module in it that takes weights, where that is not the policy itself.
-        num_episodes: of an evaluation.
+        num_episodes: of an evaluation; None: conversations with all of the data.
         seed: that each evaluation begins with, or None.
         reward_key: the reward; None: the only one.
         metrics_fn: more results from the frames of all episodes, or None.
@@ -59,7 +59,7 @@ class Settings(NamedTuple):
     create_env_fn: Any
     policy: Any
     target: nn.Module | None
-    num_episodes: int
+    num_episodes: int | None
     seed: int | None
     reward_key: NestedKey | None
     metrics_fn: Callable[[TensorDictBase], Mapping[str, Any]] | None
@@ -134,6 +134,7 @@ class EpisodeRunner:
     """Runs evaluations, one after another; also the interruptor of its collector, which calls it after each step.
 
     Args:
+        env: in which episodes are run, frozen.
         settings: what and how.
         progress: shared with those who wait.
         gone: whether nobody waits any more; asked about twice a second.
@@ -145,31 +146,21 @@ class EpisodeRunner:
     """
 
     def __init__(
-        self, settings: Settings, progress: EvaluationProgress, gone: Callable[[], bool], *, own_generators: bool
+        self,
+        env: Any,
+        settings: Settings,
+        progress: EvaluationProgress,
+        gone: Callable[[], bool],
+        *,
+        own_generators: bool,
     ) -> None:
         self._settings, self._progress, self._gone = settings, progress, gone
         self._own_generators = own_generators
         self._buffers = FrozenBuffers(None)
         self._asked = time.monotonic()
-        given = settings.create_env_fn
-        if (listed := makers_in(given)) is not None and len(listed) == 1:
-            given = listed[0]
-        given = as_maker(given)
-        made = _made_env(given, settings.options.get("create_env_kwargs"))
-        with closed_on_error([made] if isinstance(made, EnvBase) and not is_around(made, given) else []):
-            self._prepare(freeze(made) if isinstance(made, EnvBase) else made)
-
-    def _prepare(self, env: Any) -> None:
-        settings = self._settings
-        num_envs = env.numel() if isinstance(env, EnvBase) else 1
+        self._num_envs = env.numel() if isinstance(env, EnvBase) else 1
+        factory = settings.options.get("policy_factory")
         options: dict[str, Any] = {**settings.options, "create_env_kwargs": None}
-        limit = options.get("max_frames_per_traj") or 0
-        if limit > 0 and isinstance(env, EnvBase) and _counts_steps(env):
-            env = TransformedEnv(env, StepCounter(limit, step_count_key="eval_step_count"))
-            options["max_frames_per_traj"] = None
-        factory = options.get("policy_factory")
-        steps = min(limit, _STEPS) if limit > 0 else _STEPS
-        options.setdefault("frames_per_batch", steps * num_envs)
         with ExitStack() as modes:
 
             def evaluating(policy: Any) -> Any:
@@ -181,11 +172,25 @@ class EpisodeRunner:
                 arguments = (env,) if _takes_env(factory) else ()
                 options["policy_factory"] = lambda: evaluating(factory(*arguments))
             policy = None if factory is not None else evaluating(settings.policy)
-            self._collector = Collector(env, policy, interruptor=self, **options)
-        self._num_envs = num_envs
+            self._collector = self._made_collector(env, policy, options)
         if settings.target is not None:
             self._collector.set_weight_target(settings.target)
         self._reward_key = _reward_key(self._collector.env, settings.reward_key)
+
+    def _made_collector(self, env: Any, policy: Any, options: dict[str, Any]) -> Collector:
+        if self._settings.num_episodes is None:
+            raise TypeError(
+                f"num_trajectories: expected a number of episodes, got None, and {type(env).__name__} has no data that "
+                "comes to an end. Pass a number."
+            )
+        limit = options.get("max_frames_per_traj") or 0
+        if limit > 0 and isinstance(env, EnvBase) and _counts_steps(env):
+            env = TransformedEnv(env, StepCounter(limit, step_count_key="eval_step_count"))
+            options["max_frames_per_traj"] = None
+        steps = min(limit, _STEPS) if limit > 0 else _STEPS
+        options.setdefault("frames_per_batch", steps * self._num_envs)
+        made: Collector = Collector(env, policy, interruptor=self, **options)
+        return made
 
     def collection_stopped(self) -> bool:
         """After each step: a sign of life; statistics are put back; whether the evaluation ends here."""
@@ -220,14 +225,38 @@ class EpisodeRunner:
 
     def _run(self, request: EvaluationRequest, begun: Callable[[], None]) -> dict[str, Any]:
         collector, start = self._collector, time.perf_counter()
-        ready = [prepare_weights(collector.get_model(name), new, name) for name, new in request.weights.items()]
-        for apply in ready:
-            apply()
-        self._buffers = FrozenBuffers(collector.get_model("policy"))
+        self._load(request.weights)
         check_statistics(collector.env)
         self._seed()
         begun()
-        results = EpisodeResults(self._settings.num_episodes, self._num_envs)
+        results, frames = self._episodes()
+        seconds = time.perf_counter() - start
+        env: Any = collector.env
+        while self._settings.dump_video and isinstance(env, TransformedEnv):
+            env.transform.dump()
+            env = env.base_env
+        metrics = {} if self._settings.metrics_fn is None else self._settings.metrics_fn(frames)
+        return {
+            **results.summary(),
+            "frames_stepped": results.frames_stepped,
+            "seconds": seconds,
+            "fps": results.frames_stepped / seconds,
+            "policy_version": request.policy_version,
+            "step": request.step,
+            **_checked_metrics(metrics),
+        }
+
+    def _load(self, weights: Mapping[str, State]) -> None:
+        """Take new weights; none, if some do not fit."""
+        ready = [prepare_weights(self._collector.get_model(name), new, name) for name, new in weights.items()]
+        for apply in ready:
+            apply()
+        self._buffers = FrozenBuffers(self._collector.get_model("policy"))
+
+    def _episodes(self) -> tuple[EpisodeResults, Any]:
+        """Run them: their results, and their frames where ``metrics_fn`` is to have them."""
+        collector = self._collector
+        results = EpisodeResults(self._settings.num_episodes or 0, self._num_envs)
         frames: list[TensorDictBase] = []
         while not results.complete:
             batch = collector.next()
@@ -240,32 +269,7 @@ class EpisodeRunner:
             results.take(rewards.reshape(shape).cpu().numpy(), ended.reshape(shape).cpu().numpy())
             if self._settings.metrics_fn is not None:
                 frames.append(batch)
-        seconds = time.perf_counter() - start
-        env: Any = collector.env
-        while self._settings.dump_video and isinstance(env, TransformedEnv):
-            env.transform.dump()
-            env = env.base_env
-        return {
-            **results.summary(),
-            "frames_stepped": results.frames_stepped,
-            "seconds": seconds,
-            "fps": results.frames_stepped / seconds,
-            "policy_version": request.policy_version,
-            "step": request.step,
-            **self._metrics(frames, results),
-        }
-
-    def _metrics(self, frames: list[TensorDictBase], results: EpisodeResults) -> dict[str, Any]:
-        """What ``metrics_fn`` makes of the episodes."""
-        if self._settings.metrics_fn is None:
-            return {}
-        metrics = self._settings.metrics_fn(padded_episodes(frames, results))
-        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-            raise TypeError(
-                f"metrics_fn: expected it to return a dictionary of numbers by name, got {type(metrics).__name__}: "
-                f"{metrics!r}."
-            )
-        return {name: as_number(value) for name, value in metrics.items()}
+        return results, padded_episodes(frames, results) if frames else None
 
     def _seed(self) -> None:
         """Begin new episodes."""
@@ -282,9 +286,27 @@ class EpisodeRunner:
         self._collector.shutdown(raise_on_error=False)
 
 
-def _made_env(given: Any, kwargs: Mapping[str, Any] | None) -> Any:
+def _checked_metrics(metrics: Any) -> dict[str, Any]:
+    """What ``metrics_fn`` has returned."""
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise TypeError(
+            f"metrics_fn: expected it to return a dictionary of numbers by name, got {type(metrics).__name__}: "
+            f"{metrics!r}."
+        )
+    return {name: as_number(value) for name, value in metrics.items()}
+
+
+@contextmanager
+def frozen_env(settings: Settings) -> Iterator[Any]:
+    """The environment of evaluations; closed if the block raises, unless it is the user's own."""
+    given = settings.create_env_fn
+    if (listed := makers_in(given)) is not None and len(listed) == 1:
+        given = listed[0]
+    given, kwargs = as_maker(given), settings.options.get("create_env_kwargs") or {}
     check_maker("create_env_fn", given, kwargs)
-    return as_env(given if is_env(given) or not callable(given) else given(**(kwargs or {})))
+    made = as_env(given if is_env(given) or not callable(given) else given(**kwargs))
+    with closed_on_error([made] if isinstance(made, EnvBase) and not is_around(made, given) else []):
+        yield freeze(made) if isinstance(made, EnvBase) else made
 
 
 def _counts_steps(env: EnvBase) -> bool:

@@ -65,6 +65,10 @@ class Evaluator:
     The next evaluation starts from a reset. If the process has ended, or was silent for ``env_step_timeout`` and was
     killed, every further call raises that.
 
+    In an environment of conversations (``LLMEnv``, ``ChatEnv``), an episode is a conversation. Each evaluation begins
+    with the first prompt, and takes the conversations in the order of the data. The engine, which ``policy_factory``
+    makes, samples as it is told to: ``exploration_type`` has no effect.
+
     ``frames_per_batch`` is the number of frames between two checks whether an evaluation is complete.
 
     Args:
@@ -75,7 +79,7 @@ class Evaluator:
             :meth:`trigger_eval`, its current weights are evaluated.
         policy_factory: called once where evaluations run, without arguments, or with the environment if it takes one.
             ``policy`` is then used for its weights only.
-        num_trajectories: episodes in an evaluation.
+        num_trajectories: episodes in an evaluation; None: of conversations, all that the data begins, once.
         max_steps: truncate episodes after this many steps; None: only the environment's own limit.
         backend: where evaluations run. ``"thread"``: in a thread of this process, which shares torch's generators with
             training. ``"process"``: in a process, from the fork server. ``"ray"``: in an actor of a Ray cluster.
@@ -91,7 +95,8 @@ class Evaluator:
             of a list returns the mean.
         metrics_fn: adds numbers of your own to each result: it returns a dictionary. It is called where evaluations
             run, with the frames of all episodes, ``[episodes, longest]``, padded, with ``("collector", "mask")``, in
-            the order of ``"eval/returns"``. All frames are held until then.
+            the order of ``"eval/returns"``; of conversations, with their records, ``[turns]``, one after another, as
+            :func:`~rollwright.data.llm.pass_at_k` takes them. All frames are held until then.
         reward_key: the reward to sum; None: the only one. Rewards of several agents are added up.
         reward_keys: the same as TorchRL writes it, ``("next", "reward")``.
         done_keys: as in TorchRL, ``("next", "done")``, where episodes end.
@@ -130,7 +135,7 @@ class Evaluator:
         *,
         env: str | EnvBase | GymnasiumEnv | EnvFunction | None = None,
         policy_factory: Callable[..., Any] | None = None,
-        num_trajectories: int = 10,
+        num_trajectories: int | None = 10,
         max_steps: int | None = None,
         backend: Literal["thread", "process", "ray"] = "thread",
         backend_options: Mapping[str, Any] | None = None,

@@ -121,12 +121,17 @@ def conversations_of(env: EnvBase) -> tuple[Conversations, list[TurnHook]] | Non
     return (found, hooks) if isinstance(found, Conversations) else None
 
 
-def note_waits(env: Any, note: Callable[[Sequence[tuple[Origin, int]]], None]) -> None:
-    """Have the conversations of an environment call ``note``, see :attr:`Conversations.on_wait`, if it has any."""
+def inner_conversations(env: Any) -> Conversations | None:
+    """The conversations of an environment, whatever its transforms do with them; None: it has none."""
     while (inside := vars(env).get("base_env", getattr(env, "_modules", {}).get("base_env"))) is not None:
         env = inside
     found = getattr(env, "conversations", None)
-    if isinstance(found, Conversations):
+    return found if isinstance(found, Conversations) else None
+
+
+def note_waits(env: Any, note: Callable[[Sequence[tuple[Origin, int]]], None]) -> None:
+    """Have the conversations of an environment call ``note``, see :attr:`Conversations.on_wait`, if it has any."""
+    if (found := inner_conversations(env)) is not None:
         found.on_wait = note
 
 

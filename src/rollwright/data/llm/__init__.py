@@ -5,7 +5,13 @@ from rollwright.data.llm.chat_template import ChatTemplate
 from rollwright.data.llm.history import ChatHistory, History
 from rollwright.data.llm.ragged import as_list, as_nested, flat_records, packed, padded
 from rollwright.data.llm.records import RecordLayout, empty_record, record, records, stack_records
-from rollwright.data.llm.sequence import group_advantages, importance_weights, rewards_differ, training_sequences
+from rollwright.data.llm.sequence import (
+    group_advantages,
+    importance_weights,
+    pass_at_k,
+    rewards_differ,
+    training_sequences,
+)
 from rollwright.data.llm.trace import Trace, TracedConversation, TraceWriter
 from rollwright.data.llm.turns import FinishReason, Message, Origin, Turn, turn_seed
 
@@ -30,6 +36,7 @@ __all__ = [
     "importance_weights",
     "packed",
     "padded",
+    "pass_at_k",
     "record",
     "records",
     "rewards_differ",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -202,13 +203,73 @@ def rewards_differ(group: TensorDictBase, *, reward_key: NestedKey = ("next", "r
     Returns:
         True; or ``"equal rewards"``, the reason why it is not kept.
     """
-    rows = [one for one in flat_records(group) if _is_turn(one)]
+    return len({total for _, total in _totals(group, reward_key)}) > 1 or "equal rewards"
+
+
+def pass_at_k(
+    batch: TensorDictBase,
+    k: int | Sequence[int] = 1,
+    *,
+    at_least: float = 1.0,
+    reward_key: NestedKey = ("next", "reward"),
+) -> dict[str, float]:
+    """The probability that one of k answers to a prompt is right, estimated without bias, as a mean over prompts.
+
+    Of the n conversations that begin with a prompt, c are right: the sum of their rewards is ``at_least`` or more. Then
+    (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", arXiv:2107.03374, equation 1)::
+
+        pass@k = mean over prompts of 1 - binomial(n - c, k) / binomial(n, k)
+
+    For ``metrics_fn=`` of an :class:`~rollwright.collectors.Evaluator`. Conversations that failed do not count.
+
+    Args:
+        batch: records of whole conversations.
+        k: one number, or several.
+        at_least: sum of rewards of a right one.
+        reward_key: ``[1]`` or ``[response, 1]``.
+
+    Returns:
+        ``"pass@k"`` by name, for each k.
+
+    Raises:
+        ValueError: a prompt has less than k conversations, or there is none.
+
+    Example:
+        >>> from functools import partial
+        >>> metrics_fn = partial(pass_at_k, k=(1, 4), at_least=0.5)
+    """
+    wanted = [k] if isinstance(k, int) else list(k)
+    right: dict[int, list[bool]] = {}
+    for first, total in _totals(batch, reward_key):
+        right.setdefault(int(first["prompt_index"]), []).append(total >= at_least)
+    fewest = min(right, key=lambda prompt: len(right[prompt]), default=None)
+    for number in wanted:
+        if number < 1 or fewest is None or number > len(right[fewest]):
+            found = "no conversation" if fewest is None else f"{len(right[fewest])} of prompt {fewest}"
+            raise ValueError(
+                f"k: expected from 1 to the number of conversations of each prompt, got {number}, and {found}. Pass "
+                f"repeats={number} or more to the environment, or a smaller k."
+            )
+    return {
+        f"pass@{number}": sum(
+            1 - math.comb(answers.count(False), number) / math.comb(len(answers), number) for answers in right.values()
+        )
+        / len(right)
+        for number in wanted
+    }
+
+
+def _totals(batch: TensorDictBase, reward_key: NestedKey) -> list[tuple[TensorDictBase, float]]:
+    """A record and the sum of rewards of each conversation that has not failed."""
+    rows = [one for one in flat_records(batch) if _is_turn(one)]
     failed = {_conversation(one) for one in rows if _failed(one)}
-    found: dict[tuple[int, ...], float] = {}
+    first: dict[tuple[int, ...], TensorDictBase] = {}
+    totals: dict[tuple[int, ...], float] = {}
     for one in rows:
         if (name := _conversation(one)) not in failed:
-            found[name] = found.get(name, 0.0) + float(one[reward_key].sum())
-    return len(set(found.values())) > 1 or "equal rewards"
+            first.setdefault(name, one)
+            totals[name] = totals.get(name, 0.0) + float(one[reward_key].sum())
+    return [(first[name], total) for name, total in totals.items()]
 
 
 def importance_weights(
