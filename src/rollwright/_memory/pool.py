@@ -225,6 +225,11 @@ class MemoryPool:
         self._slabs.clear()
 
     @property
+    def num_slabs(self) -> int:
+        """Number of slabs, borrowed or not."""
+        return sum(map(len, self._slabs.values()))
+
+    @property
     def num_bytes(self) -> int:
         """Size of all slabs, borrowed or not."""
         return sum(slab.num_bytes for slabs in list(self._slabs.values()) for slab in slabs)  # a thread may be adding

@@ -7,65 +7,8 @@ from rollwright.data.compact import restore_next
 from rollwright.data.layout import join_trajectories, split_trajectories, trajectories
 from rollwright.data.llm.history import History
 from rollwright.data.postprocs import DensifyReward, MultiStep, RewardToGo, gae
-from rollwright.data.replay_buffers import (
-    ConditionalUpdateResult,
-    ConsumingSampler,
-    HERReplayBuffer,
-    HindsightStrategy,
-    ImmutableDatasetWriter,
-    LazyMemmapStorage,
-    LazyStackStorage,
-    LazyTensorStorage,
-    ListStorage,
-    NextStateReconstructor,
-    PolicyAgeFilter,
-    PrioritizedReplayBuffer,
-    PrioritizedSampler,
-    PrioritizedSliceSampler,
-    RaggedStorage,
-    RandomSampler,
-    RayReplayBuffer,
-    ReplayBuffer,
-    ReplayBufferEnsemble,
-    RoundRobinWriter,
-    Sampler,
-    SamplerWithoutReplacement,
-    SampleToInsertRatio,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
-    StalenessAwareSampler,
-    Storage,
-    TensorDictMaxValueWriter,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-    TensorDictRoundRobinWriter,
-    TensorStorage,
-    Writer,
-)
-from rollwright.data.specs import (
-    Binary,
-    Bounded,
-    BoundedContinuous,
-    BoundedDiscrete,
-    Categorical,
-    Composite,
-    MultiCategorical,
-    MultiOneHot,
-    NonTensor,
-    OneHot,
-    Stacked,
-    StackedComposite,
-    TensorSpec,
-    Unbounded,
-    UnboundedContinuous,
-    UnboundedDiscrete,
-    from_gym_space,
-    from_torchrl,
-    stack,
-    to_gym_space,
-    to_gym_value,
-    to_torchrl,
-)
+from rollwright.data.replay_buffers import *
+from rollwright.data.specs import *
 from rollwright.data.tensor_specs import CategoricalBox, ContinuousBox
 
 __all__ = [

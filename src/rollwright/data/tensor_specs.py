@@ -1,28 +1,7 @@
 """Specs and their domains, under the names and at the path that programs of the field import."""
 
-from rollwright.data.specs import (
-    Binary,
-    BitSpace,
-    Bounded,
-    BoundedContinuous,
-    BoundedDiscrete,
-    Categorical,
-    Composite,
-    IntervalSpace,
-    MultiCategorical,
-    MultiOneHot,
-    NonTensor,
-    OneHot,
-    OutcomeSpace,
-    OutcomeSpaces,
-    Space,
-    Stacked,
-    StackedComposite,
-    TensorSpec,
-    Unbounded,
-    UnboundedContinuous,
-    UnboundedDiscrete,
-)
+from rollwright.data.specs import *
+from rollwright.data.specs import BitSpace, IntervalSpace, OutcomeSpace, OutcomeSpaces, Space
 
 __all__ = [
     "Binary",

@@ -13,19 +13,9 @@ from rollwright.data.replay_buffers.kinds import (
     TensorDictReplayBuffer,
 )
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
-from rollwright.data.replay_buffers.samplers.base import Draw, Sampler
-from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler
-from rollwright.data.replay_buffers.samplers.slices import (
-    PrioritizedSliceSampler,
-    SliceSampler,
-    SliceSamplerWithoutReplacement,
-)
-from rollwright.data.replay_buffers.samplers.staleness import StalenessAwareSampler
-from rollwright.data.replay_buffers.samplers.uniform import ConsumingSampler, RandomSampler, SamplerWithoutReplacement
+from rollwright.data.replay_buffers.samplers import *
 from rollwright.data.replay_buffers.service.ray import RayReplayBuffer
-from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
-from rollwright.data.replay_buffers.storages.ragged import LazyStackStorage, RaggedStorage
-from rollwright.data.replay_buffers.storages.tensors import LazyMemmapStorage, LazyTensorStorage, TensorStorage
+from rollwright.data.replay_buffers.storages import *
 from rollwright.data.replay_buffers.transforms import NextStateReconstructor, PolicyAgeFilter
 from rollwright.data.replay_buffers.writers import (
     ImmutableDatasetWriter,

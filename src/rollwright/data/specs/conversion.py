@@ -18,7 +18,7 @@ from rollwright._keys import NestedKey, unravel
 from rollwright._tensors import as_tensor
 from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.composite import Composite
-from rollwright.data.specs.discrete import Categorical, OneHot
+from rollwright.data.specs.discrete import Categorical, DiscreteSpec, OneHot
 from rollwright.data.specs.leaf import NonTensor
 from rollwright.data.specs.mapping import converts
 from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
@@ -354,10 +354,10 @@ def from_torchrl(spec: Any) -> Any:
     if not is_torchrl_spec(spec):
         raise TypeError(f"spec: expected a spec of TorchRL, got {class_path(spec)}: {spec!r}. Pass env.action_spec.")
     for kind in kind_in("torchrl", spec):
-        if kind in _READ:
-            return _READ[kind](spec)
+        if kind in _KINDS:
+            return _read(kind, spec)
     raise SpecError(
-        f"spec: {class_path(spec)} has no counterpart in rollwright.data; there are {', '.join(sorted(_READ))}. "
+        f"spec: {class_path(spec)} has no counterpart in rollwright.data; there are {', '.join(sorted(_KINDS))}. "
         "Let the environment announce one of these."
     )
 
@@ -382,8 +382,8 @@ def to_torchrl(spec: TensorSpec) -> Any:
         raise TypeError(f"spec: expected a spec of rollwright.data, got {class_path(spec)}: {spec!r}.")
     library = require("torchrl.data", extra="torchrl", purpose="to_torchrl")
     for kind in type(spec).__mro__:
-        if kind in _WRITTEN:
-            return _WRITTEN[kind](spec, library)
+        if kind in _KINDS.values():
+            return _written(getattr(library, kind.__name__), spec)
     raise SpecError(f"spec: {class_path(spec)} has no counterpart in torchrl.data. Convert a spec of rollwright.data.")
 
 
@@ -396,11 +396,11 @@ def register_as_torchrl() -> None:
     library = sys.modules.get(_SPECS_OF_TORCHRL)
     if library is None or library in _registered:
         return
-    if not all(hasattr(library, kind.__name__) for kind in _WRITTEN):  # it is being imported
+    if not all(hasattr(library, name) for name in _KINDS):  # it is being imported
         return
     names = getattr(sys.modules.get(_UTILS_OF_TORCHRL), "ACTION_SPACE_MAP", {})  # which its losses look classes up in
-    for ours in _WRITTEN:
-        their = getattr(library, ours.__name__)
+    for name, ours in _KINDS.items():
+        their = getattr(library, name)
         their.register(ours)
         if their in names:
             names[ours] = names[their]
@@ -411,102 +411,56 @@ _SPECS_OF_TORCHRL, _UTILS_OF_TORCHRL = "torchrl.data.tensor_specs", "torchrl.dat
 _registered: list[Any] = []
 
 
-# From TorchRL -----------------------------------------------------------------------------------
+# By the names that classes have in both libraries.
+_NUMBERS = (Bounded, Unbounded, Binary, MultiCategorical, MultiOneHot, Categorical, OneHot)
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (StackedComposite, Stacked, Composite, *_NUMBERS, NonTensor)}
 
 
-def _common(spec: Any) -> dict[str, Any]:
-    return {"shape": spec.shape, "device": spec.device, "dtype": spec.dtype}
+def _read(kind: str, spec: Any) -> TensorSpec:
+    if kind == "Composite":
+        return Composite(_entries(spec, from_torchrl), shape=spec.shape, device=spec.device)
+    if kind in ("Stacked", "StackedComposite"):
+        children: list[TensorSpec] = [from_torchrl(each) for each in spec.unbind(spec.dim)]
+        return stack(children, spec.dim)
+    made: TensorSpec = _KINDS[kind](**_arguments(kind, spec))
+    return made
 
 
-def _masked(spec: Any) -> dict[str, Any]:
-    mask = getattr(spec, "mask", None)
-    return {**_common(spec), "mask": None if mask is None else mask.clone()}
-
-
-def _composite(spec: Any) -> Composite:
-    entries = {name: None if child is None else from_torchrl(child) for name, child in spec.items()}
-    return Composite(entries, shape=spec.shape, device=spec.device)
-
-
-def _numbers(spec: Any) -> list[int]:
-    return [int(n) for n in as_tensor(spec.nvec).reshape(-1, as_tensor(spec.nvec).shape[-1])[0]]
-
-
-def _stacked(spec: Any) -> TensorSpec:
-    children: list[TensorSpec] = [from_torchrl(each) for each in spec.unbind(spec.dim)]
-    return stack(children, spec.dim)
-
-
-_READ: dict[str, Callable[[Any], TensorSpec]] = {
-    "Composite": _composite,
-    "StackedComposite": _stacked,
-    "Stacked": _stacked,
-    "Bounded": lambda spec: Bounded(spec.space.low, spec.space.high, **_common(spec)),
-    "Unbounded": lambda spec: Unbounded(**_common(spec)),
-    "Binary": lambda spec: Binary(**_common(spec)),
-    "Categorical": lambda spec: Categorical(int(spec.space.n), **_masked(spec)),
-    "OneHot": lambda spec: OneHot(int(spec.space.n), **_masked(spec)),
-    "MultiCategorical": lambda spec: MultiCategorical(spec.nvec, **_masked(spec)),
-    "MultiOneHot": lambda spec: MultiOneHot(_numbers(spec), **_masked(spec)),
-    "NonTensor": lambda spec: NonTensor(
-        spec.shape, spec.device, spec.example_data, batched=bool(getattr(spec, "batched", False))
-    ),
-}
-
-
-# To TorchRL -------------------------------------------------------------------------------------
-
-
-def _no_start(spec: Any) -> None:
-    if as_tensor(spec.start).any():
+def _written(kind: Any, spec: Any) -> Any:
+    if isinstance(spec, Stacked | StackedComposite):
+        return kind(*map(to_torchrl, spec.specs), dim=spec.dim)
+    if isinstance(spec, Composite):
+        return kind(_entries(spec, to_torchrl), shape=spec.shape, device=spec.device)
+    if isinstance(spec, DiscreteSpec) and as_tensor(spec.start).any():
         raise SpecError(
             f"spec: {spec!r} begins at {spec.start}, and outcomes of TorchRL's specs begin at 0. Let the environment "
             "count from 0."
         )
+    options = {"remove_singleton": False} if isinstance(spec, MultiCategorical) else {}
+    return kind(**_arguments(kind.__name__, spec), **options)
 
 
-def _write_composite(spec: Composite, library: Any) -> Any:
-    entries = {name: None if child is None else to_torchrl(child) for name, child in spec.items()}
-    return library.Composite(entries, shape=spec.shape, device=spec.device)
+def _entries(spec: Any, convert: Callable[[Any], Any]) -> dict[str, Any]:
+    return {name: None if child is None else convert(child) for name, child in spec.items()}
 
 
-def _write_bounded(spec: Bounded, library: Any) -> Any:
-    return library.Bounded(low=spec.low.clone(), high=spec.high.clone(), **_common(spec))
+def _arguments(kind: str, spec: Any) -> dict[str, Any]:
+    """What a spec of either library is made of, by the names that arguments have in both."""
+    if kind == "NonTensor":
+        batched = bool(getattr(spec, "batched", False))
+        return {"shape": spec.shape, "device": spec.device, "example_data": spec.example_data, "batched": batched}
+    found = {"shape": spec.shape, "device": spec.device, "dtype": spec.dtype}
+    if kind == "Bounded":
+        return {**found, "low": spec.space.low.clone(), "high": spec.space.high.clone()}
+    if kind in ("Unbounded", "Binary"):
+        return found
+    if kind in ("Categorical", "OneHot"):
+        found["n"] = int(spec.space.n)
+    else:
+        nvec = as_tensor(spec.nvec)
+        found["nvec"] = nvec if kind == "MultiCategorical" else nvec.reshape(-1, nvec.shape[-1])[0].tolist()
+    mask = getattr(spec, "mask", None)
+    return {**found, "mask": None if mask is None else mask.clone()}
 
-
-def _write_discrete(name: str) -> Callable[[Any, Any], Any]:
-    def write(spec: Any, library: Any) -> Any:
-        _no_start(spec)
-        outcomes = spec.n if hasattr(spec, "n") else spec.nvec
-        options = _masked(spec)
-        if name == "MultiCategorical":
-            options["remove_singleton"] = False
-        return getattr(library, name)(outcomes, **options)
-
-    return write
-
-
-def _write_stacked(spec: Any, library: Any) -> Any:
-    kind = library.StackedComposite if isinstance(spec, StackedComposite) else library.Stacked
-    return kind(*[to_torchrl(each) for each in spec.specs], dim=spec.dim)
-
-
-def _write_objects(spec: NonTensor, library: Any) -> Any:
-    return library.NonTensor(shape=spec.shape, device=spec.device, example_data=spec.example_data, batched=spec.batched)
-
-
-_WRITTEN: dict[type, Callable[[Any, Any], Any]] = {
-    StackedComposite: _write_stacked,
-    Stacked: _write_stacked,
-    Composite: _write_composite,
-    Bounded: _write_bounded,
-    Unbounded: lambda spec, library: library.Unbounded(**_common(spec)),
-    Binary: lambda spec, library: library.Binary(**_common(spec)),
-    MultiCategorical: _write_discrete("MultiCategorical"),
-    MultiOneHot: _write_discrete("MultiOneHot"),
-    Categorical: _write_discrete("Categorical"),
-    OneHot: _write_discrete("OneHot"),
-    NonTensor: _write_objects,
-}
 
 converts(is_torchrl_spec, from_torchrl)

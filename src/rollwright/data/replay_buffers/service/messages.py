@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from rollwright._memory import MemoryPool
 from rollwright._processes.channel import dumps
 from rollwright._processes.connection import ExceptionInfo
 from rollwright.data.entries import unchecked_td
@@ -244,26 +242,6 @@ def memory_for(sizes: Sequence[int]) -> list[memoryview]:
     return [memoryview(torch.empty(size, dtype=torch.uint8, device="cpu").numpy()) for size in sizes]  # type: ignore[arg-type]
 
 
-class _Slab:
-    """Memory for one piece at a time: borrowed as long as anything is there that was made of it."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._memory: NDArray[np.uint8] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
-        self._view: weakref.ref[NDArray[np.uint8]] | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing reads it."""
-        return self._view is None or self._view() is None
-
-    def borrow(self) -> memoryview:
-        """The memory, which is free."""
-        view = self._memory[:]  # tensors, arrays and views keep it, since it is what a memoryview is of
-        self._view = weakref.ref(view)
-        return memoryview(view)  # type: ignore[arg-type]
-
-
 class ReusedMemory:
     """Memory for pieces, each used again when nothing reads what was made of it; as :func:`memory_for` otherwise.
 
@@ -280,26 +258,22 @@ class ReusedMemory:
     """
 
     def __init__(self) -> None:
-        self._slabs: list[_Slab] = []  # the last one used at the end
+        self._pool = MemoryPool()  # of each size, a place for each piece of a message that has it
 
     def __call__(self, sizes: Sequence[int]) -> list[memoryview]:
         """Memory for pieces of these sizes."""
-        return [self._take(size) if size >= _WORTH_REUSE else memory_for([size])[0] for size in sizes]
+        return [
+            self._take(place, size) if size >= _WORTH_REUSE else memory_for([size])[0]
+            for place, size in enumerate(sizes)
+        ]
 
-    def _take(self, num_bytes: int) -> memoryview:
-        free = (slab for slab in self._slabs if slab.num_bytes == num_bytes and slab.is_free)
-        slab = next(free, None)
-        if slab is None:
-            slab = _Slab(num_bytes)
-        else:
-            self._slabs.remove(slab)
-        self._slabs.append(slab)
-        piece = slab.borrow()
-        while len(self._slabs) > _MOST_SLABS or self.num_bytes > _MOST_BYTES:
-            del self._slabs[0]  # whoever has borrowed it keeps it
-        return piece
+    def _take(self, place: int, num_bytes: int) -> memoryview:
+        piece: Any = self._pool.take((place, num_bytes), (num_bytes,), torch.uint8).tensor.numpy()
+        if self._pool.num_slabs > _MOST_SLABS or self.num_bytes > _MOST_BYTES:
+            self._pool.clear()  # whoever has borrowed some keeps it
+        return memoryview(piece)  # tensors, arrays and views of it keep what it is of
 
     @property
     def num_bytes(self) -> int:
         """That are kept, borrowed or not."""
-        return sum(slab.num_bytes for slab in self._slabs)
+        return self._pool.num_bytes
