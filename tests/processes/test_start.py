@@ -32,11 +32,11 @@ def answers(child):
 @pytest.fixture
 def own_server(monkeypatch):
     """The test has a server of its own, and leaves that of the others alone."""
-    monkeypatch.setattr(starting, "_line", None)
+    monkeypatch.setattr(starting, "_fork_server", None)
 
 
 def server_pid():
-    return starting._line_to_server(None)._pid
+    return starting._server_other_than(None)._pid
 
 
 def test_a_server_that_is_killed_while_it_is_asked_is_replaced(own_server, monkeypatch):
@@ -84,7 +84,7 @@ def test_a_server_imports_what_each_program_has_imported_by_then(own_server, mon
     importlib.import_module("rollwright.collectors")
     assert began_with("rollwright.collectors") == ["rollwright.collectors"]
     pid, packages = server_pid(), ("rollwright.envs", "rollwright.collectors")
-    monkeypatch.setattr(starting, "_line", None)
+    monkeypatch.setattr(starting, "_fork_server", None)
     with monkeypatch.context() as patch:
         above = ("rollwright.collectors", "rollwright.testing")
         for name in [name for name in sys.modules if name.startswith(above)]:
@@ -109,14 +109,14 @@ def answering(monkeypatch):
                 os.close(fd)
             theirs.close()
 
-        def line_to_server(gone):
+        def server_other_than(gone):
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             threads.append(threading.Thread(target=serve, args=(theirs,)))
             threads[-1].start()
-            lines.append(starting._Line(mine))
+            lines.append(starting._ForkServer(mine))
             return lines[-1]
 
-        monkeypatch.setattr(starting, "_line_to_server", line_to_server)
+        monkeypatch.setattr(starting, "_server_other_than", server_other_than)
 
     yield replace
     for thread in threads:

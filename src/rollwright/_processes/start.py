@@ -231,8 +231,8 @@ def new_process(start_method: str | None, target: Any, args: tuple[Any, ...], na
 
 
 def _in_fork(environ: dict[str, str], target: Any, args: tuple[Any, ...]) -> None:
-    global _line
-    _line = _Line(socket.socket(fileno=line_of_fork))
+    global _fork_server
+    _fork_server = _ForkServer(socket.socket(fileno=line_of_fork))
     os.environ.clear()  # the server has those of the time when it started
     os.environ.update(environ)
     target(*args)
@@ -241,8 +241,8 @@ def _in_fork(environ: dict[str, str], target: Any, args: tuple[Any, ...]) -> Non
 # The server -----------------------------------------------------------------------------------
 
 
-class _Line:
-    """A connection to the fork server; forked processes, and those that the server has forked, use it, too.
+class _ForkServer:
+    """The fork server, by a pair of sockets; forked processes, and those that the server has forked, use it, too.
 
     Args:
         end: of a pair of sockets.
@@ -293,7 +293,7 @@ class _Line:
                 os.waitpid(self._pid, os.WNOHANG)
 
 
-_line: _Line | None = None
+_fork_server: _ForkServer | None = None
 _lock = threading.Lock()
 
 
@@ -303,19 +303,19 @@ def _imports() -> tuple[str, ...]:
     return (*SERVER_IMPORTS, *sorted(name for name in own if "._" not in name))
 
 
-def _line_to_server(gone: _Line | None) -> _Line:
-    """The line to a server, other than one that is gone."""
-    global _line
+def _server_other_than(gone: _ForkServer | None) -> _ForkServer:
+    """A server, other than one that is gone."""
+    global _fork_server
     with _lock:
-        if gone is not None and _line is gone:
+        if gone is not None and _fork_server is gone:
             gone.bury()
-            _line = None
-        if _line is None:
+            _fork_server = None
+        if _fork_server is None:
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 code = f"from rollwright._processes.start import main; main({theirs.fileno()})"
-                _line = _Line(mine, _run_python(code, [theirs.fileno()]))
-        return _line
+                _fork_server = _ForkServer(mine, _run_python(code, [theirs.fileno()]))
+        return _fork_server
 
 
 def _run_python(code: str, fds: list[int]) -> int:
@@ -409,13 +409,13 @@ class _ServedPopen(popen_forkserver.Popen):
         with ExitStack() as fds:
             data, lifeline = _lay_open(self, preparation, process_obj, fds)
             others: Any = self._fds  # type: ignore[attr-defined]
-            line = _line_to_server(None)
+            server = _server_other_than(None)
             try:
-                self.pid, self.sentinel = line.ask(data, lifeline, tuple(others))
+                self.pid, self.sentinel = server.ask(data, lifeline, tuple(others))
             except EOFError:  # it was killed; another one has no reason to end
                 os.lseek(data, 0, os.SEEK_SET)
                 try:
-                    self.pid, self.sentinel = _line_to_server(line).ask(data, lifeline, tuple(others))
+                    self.pid, self.sentinel = _server_other_than(server).ask(data, lifeline, tuple(others))
                 except EOFError:
                     raise OSError(
                         "The fork server ended before it had started a process, twice. Look for what ends it (memory, "

@@ -178,16 +178,16 @@ class ReplayBufferEnsemble:
         Raises:
             ValueError: nothing determines the member.
         """
-        how = {"update_priority": update_priority}
+        options = {"update_priority": update_priority}
         if member is not None:
-            return self._member(member).extend(data, **how)
+            return self._member(member).extend(data, **options)
         if self.routing_dim is not None:
             parts = data.unbind(self.routing_dim)
             if len(parts) != len(self.members):
                 raise ValueError(
                     f"data: expected {len(self.members)} parts along routing_dim={self.routing_dim}, got {len(parts)}."
                 )
-            return torch.cat([buffer.extend(part, **how) for buffer, part in zip(self.members, parts, strict=True)])
+            return torch.cat([buffer.extend(part, **options) for buffer, part in zip(self.members, parts, strict=True)])
         if self.routing_key is None:
             raise self._unrouted("extend")
         data = stacked(data) if isinstance(data, list) else data
@@ -209,7 +209,7 @@ class ReplayBufferEnsemble:
         if not bool(((where >= 0) & (where < len(self.members))).all()):
             raise ValueError(f"{self.routing_key!r}: expected members 0 to {len(self.members) - 1}, got {where}.")
         written = [(buffer, rows[where == n]) for n, buffer in enumerate(self.members)]
-        return torch.cat([buffer.extend(part, **how) for buffer, part in written if len(part)])
+        return torch.cat([buffer.extend(part, **options) for buffer, part in written if len(part)])
 
     def add(self, data: Any, *, member: int | None = None) -> int | torch.Tensor:
         """Store one element in a member: the one that is named, or the one of its ``routing_key``."""

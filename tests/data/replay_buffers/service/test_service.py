@@ -292,7 +292,7 @@ def test_a_write_whose_acknowledgement_is_lost_is_stored_once(serve):
 
     def cut():
         while not stop.wait(0.003):
-            client._session.cut()
+            client._connection.cut()
 
     thread = threading.Thread(target=cut)
     thread.start()
@@ -315,7 +315,7 @@ def test_samples_without_replacement_are_whole_though_the_connection_breaks(serv
     for number, batch in enumerate(buffer):
         found += batch["next", "id"].tolist()
         if number % 5 == 0:
-            buffer._session.cut()
+            buffer._connection.cut()
     assert sorted(found) == list(range(1000))
     assert buffer.num_connections > 5
 
@@ -387,7 +387,7 @@ def test_what_raises_in_the_service_raises_here_as_what_it_is(serve):
     with pytest.raises(IndexError):
         buffer[100]
     with pytest.raises(AttributeError, match="nothing_known"):
-        buffer._session.ask("nothing_known")
+        buffer._connection.ask("nothing_known")
     assert len(buffer) == 10
 
 
@@ -754,7 +754,7 @@ def test_a_service_is_no_member_of_an_ensemble(serve):
 def test_whoever_does_not_know_the_secret_is_refused(serve):
     buffer = serve()
     client = buffer.client()
-    client._session.target = client._session.target._replace(secret=b"another secret, long enough")
+    client._connection.target = client._connection.target._replace(secret=b"another secret, long enough")
     with pytest.raises(
         WorkerError, match=r"cannot be used: the replay service at .* has another secret\. Pass the secret"
     ):

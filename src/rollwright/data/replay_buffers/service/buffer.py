@@ -19,10 +19,10 @@ from rollwright.data.replay_buffers._arguments import check_given
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.service.client import ReplayClient
+from rollwright.data.replay_buffers.service.connection import ServiceConnection, Target
 from rollwright.data.replay_buffers.service.dumps import DUMP_FILE
 from rollwright.data.replay_buffers.service.messages import Ready
 from rollwright.data.replay_buffers.service.server import Recipe, ServiceHost
-from rollwright.data.replay_buffers.service.session import Session, Target
 from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.errors import ServiceLostError, WorkerError
 
@@ -183,9 +183,11 @@ class ServiceReplayBuffer(ReplayClient):
             raise
         self._recipe = self._recipe._replace(address=(self._recipe.address[0], ready.address[1]))
         target = Target(ready.address, self._recipe.secret, own.host_timeout, comes_back=own.path is not None)
-        session = Session(target, is_owner=True, revive=self._revive)
-        super().__init__(target, ready.info, batch_size=size, prefetch=prefetch, pin_memory=pin_memory, session=session)
-        session.keep_connected()
+        connection = ServiceConnection(target, is_owner=True, revive=self._revive)
+        super().__init__(
+            target, ready.info, batch_size=size, prefetch=prefetch, pin_memory=pin_memory, connection=connection
+        )
+        connection.keep_connected()
 
     def _recipe_of(self, kind: type[ReplayBuffer], options: dict[str, Any]) -> Recipe:
         own = self._service_options
@@ -219,11 +221,11 @@ class ServiceReplayBuffer(ReplayClient):
     # Its end ------------------------------------------------------------------------------------------
 
     def _revive(self) -> bool:
-        """In the thread of the session: start the service again, if it has died and can come back."""
+        """In the thread of the connection: start the service again, if it has died and can come back."""
         how = self._host.how_it_ended()
         if how is None:
             return False
-        own, counts = self._service_options, self._session.counts
+        own, counts = self._service_options, self._connection.counts
         written = 0 if counts is None else counts.write_count
         held = 0 if counts is None else counts.num_stored
         if own.path is None:
@@ -242,7 +244,7 @@ class ServiceReplayBuffer(ReplayClient):
         ready: Ready = self._host.await_ready(own.start_timeout)
         lost = max(0, written - ready.write_count)
         self.num_lost += lost
-        self._session.notes.append(
+        self._connection.notes.append(
             f"the replay service {how}, and was started again from its last dump: {lost:,} of the {written:,} elements "
             f"that were written are lost (restart {self.num_restarts} of {own.max_restarts} at most)."
         )
@@ -255,7 +257,7 @@ class ServiceReplayBuffer(ReplayClient):
 
         These are the numbers that the service has sent last: nothing is asked.
         """
-        counts, capacity = self._session.counts, self.info.max_size
+        counts, capacity = self._connection.counts, self.info.max_size
         num_stored = 0 if counts is None else counts.num_stored
         return {
             "size": num_stored,
@@ -274,7 +276,7 @@ class ServiceReplayBuffer(ReplayClient):
     @property
     def is_alive(self) -> bool:
         """Whether the service runs, or is started again when it is asked next."""
-        if self._session.is_closed:
+        if self._connection.is_closed:
             return False
         can_return = self._recipe.path is not None and self.num_restarts < self._service_options.max_restarts
         return can_return or self._host.how_it_ended() is None
@@ -289,14 +291,14 @@ class ServiceReplayBuffer(ReplayClient):
             OSError: what is fresh could not be saved. The service has ended; its last dump is as it was.
         """
         raised: Exception | None = None
-        if self._recipe.path is not None and not self._session.is_closed and self._host.how_it_ended() is None:
+        if self._recipe.path is not None and not self._connection.is_closed and self._host.how_it_ended() is None:
             try:
-                self._session.ask("finish")
+                self._connection.ask("finish")
             except Exception as error:
                 is_gone = isinstance(error, WorkerError | ConnectionError | TimeoutError | RuntimeError)
                 if not is_gone or (isinstance(error, WorkerError) and isinstance(error, OSError)):  # it has raised this
                     raised = error
-        self._session.close()
+        self._connection.close()
         self._host.end(_END_S if timeout is None else timeout)
         if raised is not None:
             raise raised

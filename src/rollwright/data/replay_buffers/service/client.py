@@ -18,8 +18,8 @@ from rollwright._processes.threads import Fillers
 from rollwright.data.replay_buffers._arguments import priorities_in
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
+from rollwright.data.replay_buffers.service.connection import Expected, ServiceConnection, Target
 from rollwright.data.replay_buffers.service.messages import Code, Info, WriterName
-from rollwright.data.replay_buffers.service.session import Expected, Session, Target
 from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
 
@@ -30,15 +30,15 @@ class RemoteLedger:
     """Trajectory ids of a buffer in a service, and whether writes were carried out.
 
     Args:
-        session: to the service, of the writer.
-        asks: session that asks whether writes were carried out: that of another process must not use the writer's.
+        connection: to the service, of the writer.
+        asks: connection that asks whether writes were carried out: that of another process must not use the writer's.
 
     Attributes:
         on_reserve: called with a number before each write, by which :meth:`was_published` knows it.
     """
 
-    def __init__(self, session: Session, asks: Session) -> None:
-        self._session, self._asks = session, asks
+    def __init__(self, connection: ServiceConnection, asks: ServiceConnection) -> None:
+        self._connection, self._asks = connection, asks
         self._next = self._end = 0
         self.on_reserve: Callable[[int], None] | None = None
 
@@ -46,7 +46,7 @@ class RemoteLedger:
         """The first of ``n`` trajectory ids that nobody else was given; they are fetched in blocks."""
         if self._end - self._next < n:
             count = max(n, _IDS)
-            self._next = self._session.ask("storage.ledger.take_ids", count)
+            self._next = self._connection.ask("storage.ledger.take_ids", count)
             self._end = self._next + count
         first, self._next = self._next, self._next + n
         return first
@@ -55,12 +55,12 @@ class RemoteLedger:
         """Give out no id below ``least`` from now on; returns the next one."""
         if least > self._next:
             self._next = self._end = 0
-            return int(self._session.ask("storage.ledger.raise_ids", least))
+            return int(self._connection.ask("storage.ledger.raise_ids", least))
         return self._next
 
     def was_published(self, number: int) -> bool:
         """Whether the write of this number of this writer was carried out."""
-        return bool(self._asks.ask("was_done", self._session.client_id, number))
+        return bool(self._asks.ask("was_done", self._connection.client_id, number))
 
     def await_published(self, stop: Callable[[], bool]) -> None:
         """There is nothing to wait for: what was acknowledged can be read."""
@@ -84,14 +84,14 @@ class RemoteLimiter(SampleToInsertRatio):
     """The limiter of a buffer in a service, for those who sample there and for collectors: that one has the counts.
 
     Args:
-        session: to the service.
+        connection: to the service.
         like: has the same numbers.
     """
 
-    def __init__(self, session: Session, like: SampleToInsertRatio) -> None:
+    def __init__(self, connection: ServiceConnection, like: SampleToInsertRatio) -> None:
         ratio, margin = like.samples_per_insert, like.margin
         super().__init__(ratio, margin=margin, min_size=like.min_size, timeout_s=like.timeout_s)
-        self._session = session
+        self._connection = connection
 
     @property
     def inserted(self) -> int:
@@ -126,8 +126,8 @@ class ReplayClient(ReplayBuffer):
         batch_size: elements in a batch; None: that of the service's buffer.
         prefetch: number of batches to ask for ahead.
         pin_memory: deliver batches in pinned memory.
-        session: to the service; None: its own.
-        asks: session that is asked what became of the writer's requests; None: its own.
+        connection: to the service; None: its own.
+        asks: connection that is asked what became of the writer's requests; None: its own.
     """
 
     def __init__(
@@ -139,16 +139,16 @@ class ReplayClient(ReplayBuffer):
         batch_size: int | None = None,
         prefetch: int | None = None,
         pin_memory: bool = False,
-        session: Session | None = None,
-        asks: Session | None = None,
+        connection: ServiceConnection | None = None,
+        asks: ServiceConnection | None = None,
     ) -> None:
         self._target, self._writer_name = target, writer
-        self._session = Session(target, writer) if session is None else session
+        self._connection = ServiceConnection(target, writer) if connection is None else connection
         self.batch_size, self.pin_memory = batch_size, pin_memory
         self._prefetch = prefetch
-        self._ledger = RemoteLedger(self._session, asks or self._session)
+        self._ledger = RemoteLedger(self._connection, asks or self._connection)
         self._take_info(info)
-        limiter = None if info.limiter is None else RemoteLimiter(self._session, info.limiter)
+        limiter = None if info.limiter is None else RemoteLimiter(self._connection, info.limiter)
         self.limiter = self.insert_limiter = limiter
         self.fillers = Fillers()
         self.reset_after_fork()
@@ -180,7 +180,7 @@ class ReplayClient(ReplayBuffer):
     @property
     def num_connections(self) -> int:
         """Connections made so far: more than one, where they broke."""
-        return self._session.num_connections
+        return self._connection.num_connections
 
     # Clients ------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class ReplayClient(ReplayBuffer):
             generation: how many had it before.
         """
         writer = WriterName(name, generation)
-        return ReplayClient(self._target, self._info, writer, batch_size=self.batch_size, asks=self._session)
+        return ReplayClient(self._target, self._info, writer, batch_size=self.batch_size, asks=self._connection)
 
     def give_up(self, name: str, generation: int) -> None:
         """Refuse what a writer of this generation, and those before it, send from now on. Does not wait.
@@ -214,7 +214,7 @@ class ReplayClient(ReplayBuffer):
         Raises:
             RuntimeError: the service was shut down.
         """
-        self._session.post("give_up", name, generation)
+        self._connection.post("give_up", name, generation)
 
     def __reduce__(self) -> Any:
         return partial(ReplayClient, batch_size=self.batch_size), (self._target, self._info, self._writer_name)
@@ -230,16 +230,16 @@ class ReplayClient(ReplayBuffer):
         self.fillers.raise_error()
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if self._prefetch is None:
-            expected = self._session.post("draw_batch", size)
+            expected = self._connection.post("draw_batch", size)
         else:
             if size != self.batch_size:
                 raise self._not_prefetched(size)
             while len(self._ahead) <= self._prefetch:
-                self._ahead.append(self._session.post("draw_batch", size))
+                self._ahead.append(self._connection.post("draw_batch", size))
             expected = self._ahead.popleft()
         limiter = self.limiter
         try:
-            batch, info, ran_out = self._session.result(expected, None if limiter is None else limiter.ask_inserters)
+            batch, info, ran_out = self._connection.result(expected, None if limiter is None else limiter.ask_inserters)
         except BaseException:
             self.drop_prefetched()
             raise
@@ -251,7 +251,7 @@ class ReplayClient(ReplayBuffer):
         """See :meth:`ReplayBuffer.drop_prefetched`."""
         ahead, self._ahead = self._ahead, deque()
         for expected in ahead:
-            self._session.abandon(expected)
+            self._connection.abandon(expected)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set priorities from a batch of :meth:`sample`, see :class:`TensorDictReplayBuffer`.
@@ -264,7 +264,7 @@ class ReplayClient(ReplayBuffer):
 
     def __len__(self) -> int:
         self.fillers.raise_error()
-        return int(self._session.ask("__len__"))
+        return int(self._connection.ask("__len__"))
 
     def _num_ahead(self) -> int:
         return len(self._ahead)
@@ -289,12 +289,12 @@ class ReplayClient(ReplayBuffer):
 
     def dumps(self, path: str | Path) -> None:
         """See :meth:`ReplayBuffer.dumps`; the folder is one of the service's machine."""
-        self._session.ask("dumps", str(Path(path).expanduser().absolute()))
+        self._connection.ask("dumps", str(Path(path).expanduser().absolute()))
 
     def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
         """See :meth:`ReplayBuffer.loads`; the folder is one of the service's machine."""
         self.drop_prefetched()
-        self._session.ask("loads", str(Path(path).expanduser().absolute()), allow_pickle=allow_pickle)
+        self._connection.ask("loads", str(Path(path).expanduser().absolute()), allow_pickle=allow_pickle)
 
     dump = save = dumps
     load = loads
@@ -302,11 +302,11 @@ class ReplayClient(ReplayBuffer):
     @property
     def is_alive(self) -> bool:
         """Whether this client was not shut down; it does not ask the service."""
-        return not self._session.is_closed
+        return not self._connection.is_closed
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Hang up; the service goes on."""
-        self._session.close()
+        self._connection.close()
 
     def __repr__(self) -> str:
         info = self._info
@@ -330,9 +330,9 @@ def _asked(path: str, *, writes: bool = False, drops: bool = False, changes_part
         if drops:
             self.drop_prefetched()
         if not changes_parts:
-            return self._session.ask(path, *args, noted=self._ledger.on_reserve if writes else None, **options)
-        self._session.ask(path, *map(Code, args), **{name: Code(value) for name, value in options.items()})
-        self._take_info(self._session.ask("info"))
+            return self._connection.ask(path, *args, noted=self._ledger.on_reserve if writes else None, **options)
+        self._connection.ask(path, *map(Code, args), **{name: Code(value) for name, value in options.items()})
+        self._take_info(self._connection.ask("info"))
         return self
 
     declared = SampleToInsertRatio if path.startswith("limiter.") else ReplayBuffer

@@ -1,4 +1,4 @@
-"""Session: the requests of one process to a replay service, over connections that may break."""
+"""ServiceConnection: the requests of one process to a replay service, each carried out once."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Expected:
     error: Exception | None = None
 
 
-class Session:
+class ServiceConnection:
     """Sends requests to a replay service, each once, and takes in the replies, in a thread.
 
     It connects when the first request is made, and again when the connection breaks; what has no reply is sent again
@@ -385,9 +385,9 @@ def _gone(target: Target, why: Exception) -> WorkerError:
 class _Reader(DaemonThread):
     """Takes in what the service sends."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, connection: ServiceConnection) -> None:
         super().__init__("rollwright-replay")
-        self._session = session
+        self._connection = connection
 
     def _work(self) -> None:
-        self._session.serve(lambda: self.stopping)
+        self._connection.serve(lambda: self.stopping)
