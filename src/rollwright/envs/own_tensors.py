@@ -310,13 +310,13 @@ class OwnTensors:
         walked: list[tuple[tuple[str, ...], TensorDict]] = [((), outcome)]
         for path, td in walked:  # which grows
             for name, value in td.items():
-                if isinstance(value, TensorDictBase):
-                    size = td.batch_size if path else self.nests.get(name, self.batch)
-                    if type(value) is not TensorDict or value.batch_size != size:
-                        return None
-                    walked.append(((*path, name), value))
-                else:
+                if type(value) is Tensor or not isinstance(value, TensorDictBase):
                     items[(*path, name) if path else name] = value
+                    continue
+                size = td.batch_size if path else self.nests.get(name, self.batch)
+                if type(value) is not TensorDict or value.batch_size != size:
+                    return None
+                walked.append(((*path, name), value))
         return items
 
     def _take(self, items: Mapping[NestedKey, Any], forms: Mapping[NestedKey, TensorForm], out: Tensors) -> bool:

@@ -41,13 +41,23 @@ class Rows:
     def __init__(self, block: BatchMemory, time: int, keys: Iterable[tuple[NestedKey, NestedKey]]) -> None:
         kept = [(key, block.memory[at]) for key, at in keys if at in block.memory]
         self._keys, self._memory = [key for key, _ in kept], [memory for _, memory in kept]
-        self._time = time
+        self._time, self._first = time, 0
+        self._rows: list[tuple[Tensor, ...]] = []  # of some times from ``_first`` on
 
     def write(self, t: int, values: Mapping[NestedKey, Tensor]) -> None:
         """Copy the values of time ``t``, in one call."""
         if self._keys:
-            rows = [memory.select(self._time, t) for memory in self._memory]
-            torch._foreach_copy_(rows, [values[key] for key in self._keys])
+            at = t - self._first
+            if not 0 <= at < len(self._rows):
+                self._see(t)
+                at = 0
+            torch._foreach_copy_(self._rows[at], [values[key] for key in self._keys])
+
+    def _see(self, t: int) -> None:
+        """Make views of the rows from time ``t`` on: of many at once, which takes a third of the time of single ones."""
+        stop = min(t + 64, self._memory[0].shape[self._time])
+        views = [memory.narrow(self._time, t, stop - t).unbind(self._time) for memory in self._memory]
+        self._first, self._rows = t, list(zip(*views, strict=True))
 
 
 class TensorPath(Path):
@@ -421,6 +431,7 @@ class TensorPath(Path):
         self._tensors.check_batch()
         if not self._reuses:
             self._block = None
+        del self._root_rows, self._act_rows, self._out_rows  # views, which would keep the memory of the batch borrowed
         if self._device is not None and batch.device != self._device:
             batch = batch.to(self._device, non_blocking=True)
         return batch
