@@ -53,7 +53,7 @@ BUDGETS = {
     "cli": (2500, 2110),
     "collectors": (2535, 2250),
     "collectors/clusters": (395, 310),
-    "collectors/delivery": (2040, 2000),
+    "collectors/delivery": (2065, 2035),
     "collectors/evaluation": (1358, 1174),  # conversations, too
     "collectors/llm": (576, 502),  # Ray has a class of its own
     "collectors/loggers": (380, 350),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import torch
@@ -152,7 +152,7 @@ class Collector(BaseCollector):
         self._hooks = Hooks(parsed.pre_collect_hook, parsed.post_collect_hook)
         self._profile = Profile(lambda: self._worker_idx)
         self._observers = Observers(self.stats, progress=parsed.progress, name=owner, noun=self._in_own_words("frames"))
-        self._kept: list[TensorDictBase | None] = []  # batches that could not be handed out, since an observer raised
+        self._kept: list[TensorDictBase | None] = []  # batches that nobody has got yet, since something was raised
         with making_env(create_env_fn, parsed) as env, making_policy(policy, parsed, env) as made:
             self._rollout = rollout = Rollout(
                 env,
@@ -239,19 +239,15 @@ class Collector(BaseCollector):
                 if not self._kept and not delivery.ready():
                     delivery.ended()
                     return
-                try:
-                    batches = [self._kept.pop()] if self._kept else [delivery.next()] if delivery.has_room() else []
-                except NothingLeft:
-                    continue
-            if batches:
-                try:
-                    if self._observers.follow:
-                        self._observers.delivered()
-                except BaseException:
-                    self._kept += batches
-                    raise
-                yield batches.pop()  # its memory is the consumer's alone
-            else:
+                has_room = bool(self._kept) or delivery.has_room()
+                if has_room and not self._kept:
+                    with suppress(NothingLeft):
+                        delivery.next(self._kept)
+            if self._kept:
+                if self._observers.follow:
+                    self._observers.delivered()
+                yield from map(list.pop, [self._kept])  # by one operation: between two, Ctrl-C would lose it
+            elif not has_room:
                 delivery.await_room()
 
     def __len__(self) -> int:
@@ -469,6 +465,8 @@ class Collector(BaseCollector):
         """
         with self._background.between_batches():
             state = self._saved_state.save(engine_weights=engine_weights)
+            if any(batch is not None for batch in self._kept):
+                state["unsaved"].append("the last batch, which nobody has got yet: call next() before")
         if not self._has_warned_of_unsaved:
             self._has_warned_of_unsaved = warn_of_unsaved({"": state})
         return state
@@ -496,6 +494,7 @@ class Collector(BaseCollector):
         """
         with self._background.between_batches():
             self._saved_state.load(state_dict, **kwargs)
+            self._kept.clear()
             self._background.version_loaded()
 
     # Observation ------------------------------------------------------------------------------

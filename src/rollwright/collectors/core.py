@@ -92,8 +92,11 @@ class Delivery(ABC):
         """
 
     @abstractmethod
-    def next(self) -> TensorDictBase | None:
-        """What is yielded next; only after :meth:`ready`."""
+    def next(self, taken: list[TensorDictBase | None]) -> None:
+        """Put what is yielded next into ``taken``; only after :meth:`ready`.
+
+        Until it is there, an error (Ctrl-C is one) means that nobody gets it; from then on, it is the caller's.
+        """
 
 
 class Actor(ABC):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
 import pytest
 import torch
 from tests.variants import in_turn
 
+from rollwright.collectors.collector import Collector
+from rollwright.collectors.delivery import base, stored
 from rollwright.collectors.delivery.assembler import TrajectoryAssembler
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.data import LazyTensorStorage, ReplayBuffer
@@ -147,3 +152,72 @@ def test_an_end_after_a_whole_trajectory_is_quiet(make, count):
     collector = make(env, count(env), frames_per_batch=10, total_frames=30, trajs_per_batch=1)
     assert len(list(collector)) == 1
     assert list(collector) == []
+
+
+class LineByLine:
+    """Raises KeyboardInterrupt once, at the ``at``-th line that runs in the code that hands batches out."""
+
+    def __init__(self, at):
+        self.left = at
+        self.code = {Collector.iterator.__code__}
+        self.files = {base.__file__, stored.__file__}
+
+    def __call__(self, frame, event, arg):
+        code = frame.f_code
+        if code not in self.code and code.co_filename not in self.files:
+            return None
+        frame.f_trace = self._at_line
+        return self._at_line
+
+    def _at_line(self, frame, event, arg):
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                signal.raise_signal(signal.SIGINT)
+        return self._at_line
+
+    def __enter__(self):
+        sys.settrace(self)
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+
+WAYS = {
+    "batches": {},
+    "trajectories": {"trajs_per_batch": 2, "traj_format": "cat"},
+    "buffer": {"replay_buffer": True},
+    "trajectories in a buffer": {"replay_buffer": True, "trajs_per_batch": 1},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupt_at_any_line_of_a_delivery_loses_and_repeats_nothing(make, count, way):
+    """What is counted was delivered, is held, or was dropped and counted; a batch comes after the interrupt instead."""
+    for at in range(1 + list(WAYS).index(way), 1_000, 3):  # a third of the lines, which differ from way to way
+        env = CountingBatchedEnv(max_steps=torch.tensor([3, 4]), batch_size=[2])
+        options = {"frames_per_batch": 8, **WAYS[way]}
+        buffer = None
+        if options.get("replay_buffer"):
+            buffer = options["replay_buffer"] = ReplayBuffer(storage=LazyTensorStorage(1_000))
+        collector = make(env, count(env), **options)
+        strike, batches, interrupts = LineByLine(at), [], 0
+        iterating = iter(collector)
+        for _ in range(3):
+            try:
+                with strike:
+                    batches.append(next(iterating))
+            except KeyboardInterrupt:
+                interrupts += 1
+                iterating = iter(collector)
+        batches.append(collector.next())  # or what the interrupt has left
+        data = torch.cat([batch.reshape(-1) for batch in batches]) if buffer is None else buffer[:].reshape(-1)
+        stats = collector.stats()
+        assert stats["frames"] == len(data) + stats.get("frames_held", 0) + stats.get("frames_dropped", 0), at
+        pairs = torch.stack([data[IDS], data["observation"].reshape(-1).to(torch.int64)], 1)
+        assert len(pairs.unique(dim=0)) == len(pairs), at
+        collector.shutdown()
+        if not interrupts:
+            assert at > 20
+            return
+    raise AssertionError("more lines than were expected")

@@ -86,7 +86,7 @@ class Background(BufferFiller):
             return False
         if delivery.has_room():
             with suppress(NothingLeft):
-                delivery.next()
+                delivery.next([])
                 self._delivered()
         else:
             delivery.await_room(stop=self._is_to_look_again)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 
+from rollwright._interrupts import uninterrupted
 from rollwright._keys import NestedKey, is_private, key_str
 from rollwright._warnings import warn_user
 from rollwright.collectors.core import Delivery, NothingLeft, never
@@ -146,9 +146,11 @@ class RolloutDelivery(Delivery):
     def await_room(self, stop: Callable[[], bool] = never) -> None:
         """Wait until it may."""
 
-    @abstractmethod
-    def next(self) -> TensorDictBase | None:
-        """What is yielded next; only after :meth:`ready`."""
+    def taken(self) -> TensorDictBase | None:
+        """What is yielded next, for a caller whom no Ctrl-C reaches."""
+        found: list[TensorDictBase | None] = []
+        self.next(found)
+        return found.pop()
 
     def blank(self) -> TensorDictBase:
         """A batch of zeros like those that are delivered; of whole trajectories, one for each environment."""
@@ -247,20 +249,20 @@ class RolloutDelivery(Delivery):
         assert assembler is not None
         self._profile.start()
         known = assembler.frames_held + assembler.frames_dropped - rollout.frames
+        batch: TensorDictBase | None = None
+        rollout.expect()
         try:
             batch = rollout.collect()
+            assembler.take(batch, rollout.steps_taken, rollout.ends_in(batch))
         except NothingLeft:
             self._sift()
             return
         except BaseException:
-            if rollout.go_back_if_begun() and not rollout.cursor.offers_again:  # else what goes on has its id still
+            if batch is not None:
+                rollout.start_over()
                 assembler.drop_after_error(known + rollout.frames)
-            raise
-        try:
-            assembler.take(batch, rollout.steps_taken, rollout.ends_in(batch))
-        except BaseException:
-            rollout.start_over()
-            assembler.drop_after_error(known + rollout.frames)
+            elif rollout.go_back_if_begun() and not rollout.cursor.offers_again:  # else what goes on has its id still
+                assembler.drop_after_error(known + rollout.frames)
             raise
         self._profile.step()
         self._sift()
@@ -380,10 +382,10 @@ class RolloutDelivery(Delivery):
     # What subclasses do with a batch --------------------------------------------------------------
 
     @contextmanager
-    def _collected(self) -> Iterator[TensorDictBase]:
-        """A batch; where the ``with`` block raises, nobody gets it, and its trajectories end there."""
+    def _collected(self, taken: Sequence[Any]) -> Iterator[TensorDictBase]:
+        """A batch; where the ``with`` block raises before it is ``taken``, nobody gets it, and its trajectories end."""
         self._profile.start()
-        with self.rollout.or_go_back():
+        with self.rollout.or_go_back(taken):
             yield self.rollout.collect()
         self._profile.step()
 
@@ -435,12 +437,13 @@ class RolloutDelivery(Delivery):
 class Batches(RolloutDelivery):
     """Yields each rollout."""
 
-    def next(self) -> TensorDictBase | None:
-        """What is yielded next; only after :meth:`ready`."""
-        with self._collected() as batch:
+    def next(self, taken: list[TensorDictBase | None]) -> None:
+        """See :meth:`Delivery.next`."""
+        with self._collected(taken) as batch:
             found = self._hand_out(batch)
-            self.rollout.cursor.delivered()
-            return found
+            with uninterrupted:
+                self.rollout.cursor.delivered()
+                taken.append(found)
 
 
 class TrajectoryBatches(RolloutDelivery):
@@ -481,22 +484,26 @@ class TrajectoryBatches(RolloutDelivery):
         first = self.rollout.acting.version + 1 - options.max_policy_lag
         return all(version >= first + place // self._count for place, version in enumerate(left))
 
-    def next(self) -> TensorDictBase | None:
-        """What is yielded next; only after :meth:`ready`."""
-        popped = self.assembler.pop(self._count)
+    def next(self, taken: list[TensorDictBase | None]) -> None:
+        """See :meth:`Delivery.next`."""
+        popped: list[Any] = []
         try:
+            with uninterrupted:
+                popped = self.assembler.pop(self._count)
             found = [self.pieces_of(trajectory) for trajectory in popped]
             pieces = [piece for trajectory in found for piece in trajectory]
             self._warn_of_left_out(common_keys(pieces)[1], "not every frame of these trajectories has them")
             padded = self.rollout.options.traj_format == "padded"
             batch = self._hand_out(pad(found) if padded else copied(pieces))
+            with uninterrupted:
+                self._delivered_trajectories = True
+                self._kept = self._filtered = 0
+                self.rollout.cursor.delivered(trajectory.id for trajectory in popped)
+                taken.append(batch)
         except BaseException:
-            self.give_back(popped)
+            if not taken:
+                self.give_back(popped)
             raise
-        self._delivered_trajectories = True
-        self._kept = self._filtered = 0
-        self.rollout.cursor.delivered(trajectory.id for trajectory in popped)
-        return batch
 
     def next_of_rollout(self) -> list[TensorDictBase]:
         """The trajectories (or groups) that are complete after one more rollout, each ``[length]``."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
 from tensordict import TensorDictBase
 
+from rollwright._interrupts import uninterrupted
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
 from rollwright._warnings import warn_user
 from rollwright.collectors.core import never
-from rollwright.collectors.delivery.assembler import GroupAssembler, TrajectoryAssembler
+from rollwright.collectors.delivery.assembler import GroupAssembler, Trajectory, TrajectoryAssembler
 from rollwright.collectors.delivery.base import Batches, RolloutDelivery, TrajectoryBatches, split, turns_taken
 from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.collectors.delivery.rows import RowRange, common_keys, copied
@@ -21,7 +23,7 @@ from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.paths.conversations.pool_notes import opening_of
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import placed, td_from, td_state
-from rollwright.data.replay_buffers import SampleToInsertRatio
+from rollwright.data.replay_buffers import ReplayBuffer, SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.slices import FLAG_DTYPES
 from rollwright.data.replay_buffers.storages.batches import no_objects
 from rollwright.data.specs import Composite, NonTensor
@@ -149,6 +151,12 @@ class Stored(RolloutDelivery):
         cast(QueueWriter, self._buffer).put_rest()
         return True
 
+    def _store(self, write: Callable[[Any], object], data: Any, *, then: Callable[[], None]) -> None:
+        """Write, and note it: Ctrl-C comes before both or after them, or where a buffer not of ours waits."""
+        with uninterrupted if isinstance(self._buffer, ReplayBuffer) else nullcontext():
+            write(data)
+            then()
+
     def _written(self, write: Callable[[], object]) -> BaseException | None:
         """Write; returns the error where a queue has taken a part: that is delivered, and the rest is put next."""
         try:
@@ -207,24 +215,31 @@ class StoredBatches(Stored):
                 UserWarning,
             )
 
-    def next(self) -> TensorDictBase | None:
-        """What is yielded next; only after :meth:`ready`."""
+    def next(self, taken: list[TensorDictBase | None]) -> None:
+        """See :meth:`Delivery.next`."""
         if self._put_rest():
-            return None
+            taken.append(None)
+            return
         rollout, memory = self.rollout, self._memory
         error: BaseException | None = None
         hooked = rollout.hooks.post_collect_hook is not None
-        with memory.batch(keeps_batches=hooked, in_background=self.in_background), self._collected() as batch:
+        with memory.batch(keeps_batches=hooked, in_background=self.in_background), self._collected(taken) as batch:
             rollout.observer.publishes(rollout.cursor)
-            rest = memory.publish(batch, rollout.steps_taken)
-            if rest is None:
-                self.batches += 1
-            else:
-                error = self._written(partial(self._hand_out, rest, self._extend))
-            rollout.cursor.delivered()
+            with uninterrupted:
+                rest = memory.publish(batch, rollout.steps_taken)
+                if rest is None:
+                    self.batches += 1
+                    self._is_stored(taken)
+            if rest is not None:
+                store = partial(self._store, self._extend, then=partial(self._is_stored, taken))
+                error = self._written(partial(self._hand_out, rest, store))
         if error is not None:
+            rollout.cursor.delivered()
             raise error
-        return None
+
+    def _is_stored(self, taken: list[TensorDictBase | None]) -> None:
+        self.rollout.cursor.delivered()
+        taken.append(None)
 
     @property
     def how(self) -> dict[str, str]:
@@ -240,12 +255,12 @@ class StoredFrames(Stored):
         self._alone = (not self._flat or not rollout.env.ndim) and not hasattr(self._buffer, "members")
         rollout.write_frames_to(self._add if self._alone else self._extend)
 
-    def next(self) -> TensorDictBase | None:
-        """What is yielded next; only after :meth:`ready`."""
-        with self._collected() as batch:
+    def next(self, taken: list[TensorDictBase | None]) -> None:
+        """See :meth:`Delivery.next`."""
+        with self._collected(taken) as batch:
             self._count_batch(batch)
             self.rollout.cursor.delivered()
-        return None
+        taken.append(None)
 
     @property
     def how(self) -> dict[str, str]:
@@ -267,10 +282,11 @@ class StoredTrajectories(Stored):
         """Whether there is something to deliver; it may take rollouts to know."""
         return bool(self.assembler.num_complete) or super().ready()
 
-    def next(self) -> TensorDictBase | None:
-        """What is yielded next; only after :meth:`ready`."""
+    def next(self, taken: list[TensorDictBase | None]) -> None:
+        """See :meth:`Delivery.next`."""
         if self._put_rest():
-            return None
+            taken.append(None)
+            return
         if not self.rollout.completed:  # else what a failed delivery has left
             self.collect_trajectories()
         self._check_oversampling()
@@ -278,32 +294,42 @@ class StoredTrajectories(Stored):
             self.assembler.choose(self._by_age)
         self.batches += 1
         while self.assembler.num_complete:
-            popped = self.assembler.pop(min(self._at_once, self.assembler.num_complete))
+            popped: list[Trajectory] = []
+            stored: list[bool] = []
             try:
+                with uninterrupted:
+                    popped = self.assembler.pop(min(self._at_once, self.assembler.num_complete))
                 self.rollout.observer.publishes(self.rollout.cursor, [found.id for found in popped])
                 pieces = [piece for found in popped for piece in self.pieces_of(found)]
-                error = self._written(partial(self._write, pieces))
+                then = partial(self._are_stored, popped, stored)
+                error = self._written(partial(self._write, pieces, then))
+                if error is not None:
+                    then()
             except BaseException:
-                self.give_back(popped)
+                if not stored:
+                    self.give_back(popped)
                 raise
-            self._delivered_trajectories = True
-            self._kept = self._filtered = 0
-            self.rollout.cursor.delivered(found.id for found in popped)
             if error is not None:
                 raise error
-        return None
+        taken.append(None)
 
-    def _write(self, pieces: list[RowRange]) -> None:
+    def _are_stored(self, popped: list[Trajectory], stored: list[bool]) -> None:
+        stored.append(True)
+        self._delivered_trajectories = True
+        self._kept = self._filtered = 0
+        self.rollout.cursor.delivered(found.id for found in popped)
+
+    def _write(self, pieces: list[RowRange], then: Callable[[], None]) -> None:
         rollout = self.rollout
         self._check_length(sum(piece.stop - piece.start for piece in pieces))
         keys, others = common_keys(pieces)
         self._warn_of_left_out(others, "not every frame of a trajectory has them")
         if rollout.options.postproc is not None or rollout.hooks.post_collect_hook is not None:
-            self._hand_out(copied(pieces), self._extend, count=False)
+            self._hand_out(copied(pieces), partial(self._store, self._extend, then=then), count=False)
         elif not self._by_pieces:
-            self._extend(copied(pieces))
+            self._store(self._extend, copied(pieces), then=then)
         else:
-            self._buffer.extend_pieces([piece.as_td(keys) for piece in pieces])
+            self._store(self._buffer.extend_pieces, [piece.as_td(keys) for piece in pieces], then=then)
 
     def _check_length(self, length: int) -> None:
         room = getattr(getattr(self._buffer, "storage", None), "max_size", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -300,16 +300,25 @@ class Rollout:
                 return batch
             self._go_back(keeps=False)
 
+    def expect(self) -> None:
+        """Say that a rollout is to come: until it has begun, there is nothing to go back from."""
+        self._begun = False
+
     @contextmanager
-    def or_go_back(self) -> Iterator[None]:
+    def or_go_back(self, taken: Sequence[Any]) -> Iterator[None]:
         """Where the ``with`` block raises, nobody gets its steps: the trajectories in progress end there.
 
         Conversations go on from where the batch began.
+
+        Args:
+            taken: where the block has put what was made of its steps, somebody gets them all the same.
         """
+        self.expect()
         try:
             yield
         except BaseException:
-            self.go_back_if_begun()
+            if not taken:
+                self.go_back_if_begun()
             raise
 
     def _go_back(self, *, keeps: bool = True) -> None:

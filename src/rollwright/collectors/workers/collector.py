@@ -197,7 +197,7 @@ class WorkerCollector(Reachable):
             return messages.Collected.nothing(order.run, observer.version, rollout.path.stats())
         try:
             with observer.spending(None):
-                batch: Any = delivery.next_of_rollout() if isinstance(delivery, TrajectoryBatches) else delivery.next()
+                batch: Any = delivery.next_of_rollout() if isinstance(delivery, TrajectoryBatches) else delivery.taken()
             in_block, rest, lacking, nesting = self._sorted(batch)
             names = _changed_names(batch)
         except NothingLeft:
@@ -294,7 +294,7 @@ class WorkerCollector(Reachable):
             return None
         self._delivery.await_room()
         try:
-            return self._delivery.next()
+            return self._delivery.taken()
         except NothingLeft:
             return None
 

@@ -54,7 +54,7 @@ class Rows:
             torch._foreach_copy_(self._rows[at], [values[key] for key in self._keys])
 
     def _see(self, t: int) -> None:
-        """Make views of the rows from time ``t`` on: of many at once, which takes a third of the time of single ones."""
+        """Make views of the rows from time ``t`` on, of many at once: a third of the work of single ones."""
         stop = min(t + 64, self._memory[0].shape[self._time])
         views = [memory.narrow(self._time, t, stop - t).unbind(self._time) for memory in self._memory]
         self._first, self._rows = t, list(zip(*views, strict=True))
