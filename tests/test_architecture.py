@@ -48,8 +48,8 @@ LAYERS = """
 # that are listed too. Whoever needs more raises the numbers in the same change, and says why.
 BUDGETS = {
     "_memory": (290, 290),
-    "_processes": (1510, 1570),
-    "_processes/network": (1370, 1330),
+    "_processes": (1480, 1535),
+    "_processes/network": (1365, 1325),
     "cli": (2500, 2110),
     "collectors": (2535, 2250),
     "collectors/clusters": (395, 310),
@@ -60,11 +60,11 @@ BUDGETS = {
     "collectors/rollout": (6010, 5850),
     "collectors/workers": (3275, 3080),
     "collectors/workers/remote": (1750, 1670),
-    "data": (4510, 4080),
-    "data/datasets": (1000, 860),
+    "data": (4220, 3895),
+    "data/datasets": (930, 800),
     "data/llm": (2364, 2030),  # pass@k
-    "data/replay_buffers": (7180, 6810),
-    "data/replay_buffers/service": (1530, 1470),
+    "data/replay_buffers": (7080, 6685),
+    "data/replay_buffers/service": (1505, 1415),
     "envs": (3925, 3610),
     "envs/batched": (2765, 2595),
     "envs/libs": (3720, 3290),

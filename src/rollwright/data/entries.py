@@ -103,14 +103,14 @@ class MadeEntries(dict[str, Any]):
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        """See :meth:`dict.get`."""
+        """The entry of a name, which is made now if it was not read before; else the default."""
         try:
             return self[key]
         except KeyError:
             return default
 
     def pop(self, key: str, *default: Any) -> Any:
-        """See :meth:`dict.pop`."""
+        """Take an entry out, and return it; else the default."""
         if key not in self:
             return dict.pop(self, key, *default)
         value = self[key]
@@ -118,26 +118,26 @@ class MadeEntries(dict[str, Any]):
         return value
 
     def popitem(self) -> tuple[str, Any]:
-        """See :meth:`dict.popitem`."""
+        """Take the last entry out, and return its name and value."""
         key = next(reversed(self))
         return key, self.pop(key)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """See :meth:`dict.setdefault`."""
+        """The entry of a name, which is set to the default if there is none."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def values(self) -> Any:
-        """See :meth:`dict.values`; makes all."""
+        """All entries, which are made."""
         return self._whole().values()
 
     def items(self) -> Any:
-        """See :meth:`dict.items`; makes all."""
+        """All names and entries, which are made."""
         return self._whole().items()
 
     def copy(self) -> dict[str, Any]:
-        """See :meth:`dict.copy`; makes all."""
+        """A plain dictionary of all entries, which are made."""
         return dict(self.items())
 
     def __iter__(self) -> Iterator[str]:  # defined, so that dict(...) asks for each value

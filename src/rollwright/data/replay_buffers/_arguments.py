@@ -13,8 +13,8 @@ from rollwright._foreign import class_path, is_torchrl_transform, kind_in, overr
 from rollwright._keys import NestedKey
 from rollwright._tensors import device_of
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
-from rollwright.data.replay_buffers.samplers.base import GENERATION, Sampler
 from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT
+from rollwright.data.replay_buffers.samplers.sampler import GENERATION, Sampler
 from rollwright.data.replay_buffers.samplers.uniform import ConsumingSampler, RandomSampler
 from rollwright.data.replay_buffers.storages import batches
 from rollwright.data.replay_buffers.storages.batches import positive

@@ -52,11 +52,11 @@ from rollwright.data.replay_buffers.conditional import (
     update_if_present,
 )
 from rollwright.data.replay_buffers.limiter import Counts, SampleToInsertRatio
-from rollwright.data.replay_buffers.samplers.base import Draw, Sampler, draw_and_read, mark_rest
+from rollwright.data.replay_buffers.samplers.sampler import Draw, Sampler, draw_and_read, mark_rest
 from rollwright.data.replay_buffers.samplers.uniform import RandomSampler
-from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
 from rollwright.data.replay_buffers.storages.batches import pieces, positive
 from rollwright.data.replay_buffers.storages.rows import RowStorage
+from rollwright.data.replay_buffers.storages.storage import ListStorage, Storage
 from rollwright.data.replay_buffers.writers import RoundRobinWriter, Writer
 
 _SERVICE = "rollwright.data.replay_buffers.service.buffer"

@@ -17,7 +17,7 @@ from rollwright.errors import DamagedFileError
 
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.buffer import ReplayBuffer
-    from rollwright.data.replay_buffers.samplers.base import Sampler
+    from rollwright.data.replay_buffers.samplers.sampler import Sampler
     from rollwright.data.replay_buffers.writers import Writer
 
 

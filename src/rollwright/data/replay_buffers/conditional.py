@@ -13,8 +13,8 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, checked_key, key_str, leaves, unravel
 from rollwright._tensors import as_tensor
-from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.rows import RowStorage
+from rollwright.data.replay_buffers.storages.storage import Storage
 
 Index = NDArray[np.int64]
 

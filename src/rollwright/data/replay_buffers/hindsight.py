@@ -18,8 +18,8 @@ from rollwright.data.layout import NEXT_DONE
 from rollwright.data.replay_buffers._arguments import stacked
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.kinds import TensorDictReplayBuffer
-from rollwright.data.replay_buffers.samplers.base import Draw
 from rollwright.data.replay_buffers.samplers.runs import Boundaries
+from rollwright.data.replay_buffers.samplers.sampler import Draw
 from rollwright.data.replay_buffers.samplers.uniform import RandomSampler
 from rollwright.data.replay_buffers.storages.rows import RowStorage
 

@@ -13,10 +13,10 @@ from rollwright._keys import NestedKey, as_keys
 from rollwright._options import with_options
 from rollwright.data.replay_buffers._arguments import check_names, priorities_in, with_info
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
-from rollwright.data.replay_buffers.samplers.base import GENERATION
 from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT, PrioritizedSampler, Reduction
-from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
+from rollwright.data.replay_buffers.samplers.sampler import GENERATION
 from rollwright.data.replay_buffers.storages.batches import is_a_class, is_structure
+from rollwright.data.replay_buffers.storages.storage import ListStorage, Storage
 
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.keywords import BufferKeywords, CommonBufferKeywords

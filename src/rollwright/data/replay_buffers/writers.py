@@ -13,9 +13,9 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey, as_keys, key_str, leaf_keys
 from rollwright._tensors import as_tensor
-from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import num_rows
 from rollwright.data.replay_buffers.storages.saving import Part
+from rollwright.data.replay_buffers.storages.storage import Storage
 
 __all__ = [
     "ImmutableDatasetWriter",
@@ -88,7 +88,7 @@ class Writer(Part, ABC):
 
         Args:
             storage: where to.
-            data: a batch, or several (of :func:`~rollwright.data.replay_buffers.storages.base.pieces`).
+            data: a batch, or several (of :func:`~rollwright.data.replay_buffers.storages.storage.pieces`).
             dim: of a batch: the dimension that rows are taken from.
         """
 

@@ -1,6 +1,5 @@
 """Specs: shapes, dtypes and domains of the tensors that environments and policies exchange."""
 
-from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.conversion import (
     from_gym_space,
@@ -24,6 +23,7 @@ from rollwright.data.specs.numeric import (
     UnboundedDiscrete,
 )
 from rollwright.data.specs.shapes import BitSpace, IntervalSpace, OutcomeSpace, OutcomeSpaces, Space
+from rollwright.data.specs.spec import TensorSpec
 from rollwright.data.specs.stacks import Stacked, StackedComposite, stack
 
 __all__ = [

@@ -20,10 +20,10 @@ from tensordict import (
 )
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
-from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.leaf import NonTensor
 from rollwright.data.specs.mapping import SpecMapping, converted, is_key
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_device, as_size, index_shape
+from rollwright.data.specs.spec import TensorSpec
 from rollwright.errors import SpecError
 
 

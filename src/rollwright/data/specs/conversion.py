@@ -16,7 +16,6 @@ from tensordict import LazyStackedTensorDict, NonTensorStack, is_non_tensor, is_
 from rollwright._foreign import class_path, is_torchrl_spec, kind_in
 from rollwright._keys import NestedKey, unravel
 from rollwright._tensors import as_tensor
-from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.discrete import Categorical, DiscreteSpec, OneHot
 from rollwright.data.specs.leaf import NonTensor
@@ -24,6 +23,7 @@ from rollwright.data.specs.mapping import converts
 from rollwright.data.specs.multi import MultiCategorical, MultiOneHot
 from rollwright.data.specs.numeric import Binary, Bounded, Unbounded
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size
+from rollwright.data.specs.spec import TensorSpec
 from rollwright.data.specs.stacks import Stacked, StackedComposite, stack
 from rollwright.errors import SpecError, require
 

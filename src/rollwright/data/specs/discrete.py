@@ -104,11 +104,11 @@ class DiscreteSpec(DenseSpec):
 
     @abc.abstractmethod
     def _numbers(self, val: Tensor) -> Tensor:
-        """See :meth:`to_categorical`."""
+        """The outcomes' numbers, int64, of a member; a categorical value is returned as it is."""
 
     @abc.abstractmethod
     def _one_hot(self, val: Tensor) -> Tensor:
-        """See :meth:`to_one_hot`."""
+        """The bool one-hot form of a member; a one-hot value is returned as it is."""
 
     @abc.abstractmethod
     def to_categorical_spec(self) -> DiscreteSpec:

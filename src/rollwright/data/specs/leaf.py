@@ -13,8 +13,8 @@ from tensordict import NonTensorData, NonTensorStack, is_non_tensor, is_tensor_c
 from torch import Tensor
 
 from rollwright._keys import NestedKey, unravel
-from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_device, as_size, index_leading, index_shape
+from rollwright.data.specs.spec import TensorSpec
 from rollwright.errors import SpecError
 
 
@@ -71,19 +71,19 @@ class LeafSpec(TensorSpec):
         return self.replace(dtype=dtype)
 
     def index_batch(self, idx: Any, ndim: int) -> Self:
-        """See :meth:`TensorSpec.index_batch`."""
+        """Index the first ``ndim`` dimensions."""
         shape = index_shape(self.shape[:ndim], idx) + self.shape[ndim:]
         return self.replace(shape=shape, tensor_op=lambda tensor: index_leading(tensor, idx, ndim))
 
     def expand_batch(self, batch: torch.Size, ndim: int) -> Self:
-        """See :meth:`TensorSpec.expand_batch`."""
+        """Expand the first ``ndim`` dimensions to ``batch``, already known to be possible."""
         return self.replace(
             shape=batch + self.shape[ndim:],
             tensor_op=lambda tensor: tensor.expand(batch + tensor.shape[ndim:]),
         )
 
     def reshape_batch(self, batch: torch.Size, ndim: int) -> Self:
-        """See :meth:`TensorSpec.reshape_batch`."""
+        """Reshape the first ``ndim`` dimensions to ``batch``, of the same number of elements."""
         return self.replace(
             shape=batch + self.shape[ndim:],
             tensor_op=lambda tensor: tensor.reshape(batch + tensor.shape[ndim:]),

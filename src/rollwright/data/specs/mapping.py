@@ -7,7 +7,7 @@ from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any, Self
 
 from rollwright._keys import NestedKey, as_tuple, key_str, unravel
-from rollwright.data.specs.base import TensorSpec
+from rollwright.data.specs.spec import TensorSpec
 
 MISSING: Any = object()
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor
 
-from rollwright.data.specs.base import TensorSpec
 from rollwright.data.specs.leaf import DenseSpec
 from rollwright.data.specs.shapes import DeviceLike, IntervalSpace, OutcomeSpace, ShapeLike, as_size
+from rollwright.data.specs.spec import TensorSpec
 
 
 class _Numbers(DenseSpec):

@@ -12,11 +12,11 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from rollwright._keys import NestedKey, as_tuple, unravel
-from rollwright.data.specs.base import TensorSpec, implements
 from rollwright.data.specs.composite import Composite
 from rollwright.data.specs.leaf import LeafSpec
 from rollwright.data.specs.mapping import MISSING
 from rollwright.data.specs.shapes import DeviceLike, ShapeLike, as_size, full_index, index_shape
+from rollwright.data.specs.spec import TensorSpec, implements
 from rollwright.errors import SpecError
 
 
@@ -34,7 +34,7 @@ class LazyStack:
         return type(self)([op(spec) for spec in self.specs], dim)  # type: ignore[call-arg]
 
     def index_batch(self, idx: Any, ndim: int) -> Any:
-        """See :meth:`TensorSpec.index_batch`."""
+        """Index the first ``ndim`` dimensions."""
         if ndim <= self.dim:
             shape = index_shape(self.shape[:ndim], idx)
             return self._restacked(lambda spec: spec.index_batch(idx, ndim), self.dim + len(shape) - ndim)
@@ -60,7 +60,7 @@ class LazyStack:
         return torch.stack([spec.index_batch(others, ndim - 1) for spec in picked], dim)
 
     def expand_batch(self, batch: torch.Size, ndim: int) -> Any:
-        """See :meth:`TensorSpec.expand_batch`."""
+        """Expand the first ``ndim`` dimensions to ``batch``, already known to be possible."""
         dim = self.dim + len(batch) - ndim
         if ndim <= self.dim:
             return self._restacked(lambda spec: spec.expand_batch(batch, ndim), dim)
@@ -71,7 +71,7 @@ class LazyStack:
         return new
 
     def reshape_batch(self, batch: torch.Size, ndim: int) -> Any:
-        """See :meth:`TensorSpec.reshape_batch`; the stack dimension has to stay one."""
+        """Reshape the first ``ndim`` dimensions to ``batch``; the stack dimension has to stay one."""
         if ndim <= self.dim:
             return self._restacked(lambda spec: spec.reshape_batch(batch, ndim), self.dim + len(batch) - ndim)
         before, number = math.prod(self.shape[: self.dim]), len(self.specs)
@@ -86,14 +86,14 @@ class LazyStack:
         return self._restacked(lambda spec: spec.reshape_batch(rest, ndim - 1), dim)
 
     def unsqueeze(self, dim: int) -> Any:
-        """See :meth:`TensorSpec.unsqueeze`; the dimension may lie after sizes that differ."""
+        """The spec with a new dimension of size one; the dimension may lie after sizes that differ."""
         place = dim + len(self.shape) + 1 if dim < 0 else dim
         if place <= self.dim:
             return self._restacked(lambda spec: spec.unsqueeze(place), self.dim + 1)
         return self._restacked(lambda spec: spec.unsqueeze(place - 1), self.dim)
 
     def squeeze(self, dim: int | None = None) -> Any:
-        """See :meth:`TensorSpec.squeeze`."""
+        """The spec without its dimensions of size one, or without the given one if it has size one."""
         if dim is None:
             return super().squeeze()  # type: ignore[misc]
         place = dim + len(self.shape) if dim < 0 else dim

@@ -12,9 +12,9 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey, as_keys, as_tuple, checked_key, unravel
 from rollwright.data.layout import DONE
 from rollwright.data.replay_buffers import SliceSampler
-from rollwright.data.replay_buffers.samplers.base import Draw
-from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.samplers.sampler import Draw
 from rollwright.data.replay_buffers.storages.batches import positive
+from rollwright.data.replay_buffers.storages.storage import Storage
 from rollwright.data.specs import Bounded, Composite, TensorSpec, Unbounded
 from rollwright.envs.arrays import ArrayEnv, ArrayTransform, Entry
 from rollwright.envs.columns import Columns

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.kinds import TensorDictPrioritizedReplayBuffer
 from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler
-from rollwright.data.replay_buffers.storages.base import ListStorage
+from rollwright.data.replay_buffers.storages.storage import ListStorage
 from rollwright.data.replay_buffers.storages.tensors import LazyTensorStorage
 
 EPS = 1e-8

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from rollwright.data.replay_buffers.samplers.uniform import RandomSampler, SamplerWithoutReplacement, nth_live
-from rollwright.data.replay_buffers.storages.base import ListStorage
+from rollwright.data.replay_buffers.storages.storage import ListStorage
 from rollwright.data.replay_buffers.storages.tensors import LazyTensorStorage
 
 

@@ -1,7 +1,7 @@
 """Samplers: which elements of a storage to draw, uniformly, by priority, or as slices of trajectories."""
 
-from rollwright.data.replay_buffers.samplers.base import Draw, Sampler
 from rollwright.data.replay_buffers.samplers.prioritized import PrioritizedSampler
+from rollwright.data.replay_buffers.samplers.sampler import Draw, Sampler
 from rollwright.data.replay_buffers.samplers.slices import (
     PrioritizedSliceSampler,
     SliceSampler,

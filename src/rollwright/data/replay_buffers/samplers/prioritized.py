@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from rollwright._tensors import as_tensor
 from rollwright.data.replay_buffers.ledger.ledger import Span
-from rollwright.data.replay_buffers.samplers.base import Draw, Sampler
-from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.samplers.sampler import Draw, Sampler
 from rollwright.data.replay_buffers.storages.batches import positive
+from rollwright.data.replay_buffers.storages.storage import Storage
 
 FAN_OUT = 32  # children of a node: few levels and few calls, while a row still fits four cache lines
 TOP = 1024  # a level this short is reduced and searched as a whole
@@ -313,7 +313,7 @@ class PrioritizedSampler(Sampler):
     # Keeping up with the storage --------------------------------------------------------------
 
     def follow(self, storage: Storage) -> None:
-        """See :meth:`Sampler.follow`.
+        """Take in what was written since the last call.
 
         Raises:
             ValueError: more elements are stored than ``max_capacity``.
@@ -412,7 +412,7 @@ class PrioritizedSampler(Sampler):
         return torch.from_numpy(weight).to(self.dtype)
 
     def update_priority(self, index: Index | torch.Tensor, priority: Any, storage: Storage | None = None) -> None:
-        """See :meth:`Sampler.update_priority`; elements that are not stored any more are left out.
+        """Learn how much elements matter; those that are not stored any more are left out.
 
         Where no storage is known yet, priorities wait for the first that is drawn from.
 
@@ -523,7 +523,7 @@ class PrioritizedSampler(Sampler):
         }
 
     def check_state(self, state_dict: Any) -> None:
-        """See :meth:`Sampler.check_state`.
+        """Test that a state is one of such a sampler, before anything is changed.
 
         Raises:
             ValueError: its priorities are not those of its positions, or there are more than ``max_capacity``.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rollwright._keys import NestedKey, as_tuple, checked_key, key_str
 from rollwright.data.layout import NEXT_DONE, TRAJ_IDS
 from rollwright.data.replay_buffers.ledger.ledger import Span
-from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.storage import Storage
 
 Index = NDArray[np.int64]
 

@@ -16,12 +16,12 @@ from rollwright._options import with_options
 from rollwright._tensors import device_of
 from rollwright.data.layout import IS_INIT, MASK
 from rollwright.data.replay_buffers.ledger.ledger import Span
-from rollwright.data.replay_buffers.samplers.base import Draw, Sampler, Slices
 from rollwright.data.replay_buffers.samplers.prioritized import WEIGHT, PrioritizedSampler, Reduction
 from rollwright.data.replay_buffers.samplers.runs import Boundaries, Grid, RunIndex
+from rollwright.data.replay_buffers.samplers.sampler import Draw, Sampler, Slices
 from rollwright.data.replay_buffers.samplers.uniform import InPasses, Passes
-from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
+from rollwright.data.replay_buffers.storages.storage import Storage
 
 if TYPE_CHECKING:
     from rollwright.data.replay_buffers.keywords import CommonSliceKeywords, SliceKeywords
@@ -146,7 +146,7 @@ class SliceSampler(Sampler):
     # Drawing ----------------------------------------------------------------------------------
 
     def check(self, storage: Storage, data: Any) -> None:
-        """See :meth:`Sampler.check`.
+        """Refuse data that could be stored, but not be sampled from; called before a batch is stored.
 
         Raises:
             ValueError: an element would hold several frames, which slices do not distinguish; ``init_key`` names an
@@ -163,7 +163,7 @@ class SliceSampler(Sampler):
         self._boundaries.follow(storage, storage.ledger.span())
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
-        """See :meth:`Sampler.draw`; ``[n]`` with n at most ``batch_size``.
+        """Choose elements; ``[n]`` with n at most ``batch_size``.
 
         Raises:
             KeyError: the storage has none of the entries that distinguish trajectories.

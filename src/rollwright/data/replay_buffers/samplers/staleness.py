@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from rollwright._keys import NestedKey, checked_key, key_str
 from rollwright._options import whole
-from rollwright.data.replay_buffers.samplers.base import Draw, Sampler
-from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.samplers.sampler import Draw, Sampler
+from rollwright.data.replay_buffers.storages.storage import Storage
 
 Index = NDArray[np.int64]
 Weight = Callable[[torch.Tensor], torch.Tensor]
@@ -110,7 +110,7 @@ class StalenessAwareSampler(Sampler):
         self._seen = (high, revision)
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
-        """See :meth:`Sampler.draw`; ``info`` has ``"staleness"``.
+        """Choose elements; ``info`` has ``"staleness"``.
 
         Raises:
             KeyError: the storage has no entry ``version_key``.

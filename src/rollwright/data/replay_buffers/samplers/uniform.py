@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from rollwright._options import with_options
-from rollwright.data.replay_buffers.samplers.base import OTHER_SAMPLER, Draw, Index, Sampler
-from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.samplers.sampler import OTHER_SAMPLER, Draw, Index, Sampler
 from rollwright.data.replay_buffers.storages.batches import positive
+from rollwright.data.replay_buffers.storages.storage import Storage
 
 
 def nth_live(rank: Index, low: int, gaps: Index) -> Index:
@@ -219,7 +219,7 @@ class InPasses(Sampler):
         return self._passes.state_dict()
 
     def check_state(self, state_dict: Any) -> None:
-        """See :meth:`Sampler.check_state`."""
+        """Test that a state is one of such a sampler, before anything is changed."""
         super().check_state(state_dict)
         left = state_dict["left"]
         if left is not None and len(left) != self._item_size:
@@ -257,7 +257,7 @@ class SamplerWithoutReplacement(InPasses):
         self._passes = Passes(drop_last, shuffle)
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
-        """See :meth:`Sampler.draw`; ``[n]`` with n below ``batch_size`` at the end of a pass.
+        """Choose elements; ``[n]`` with n below ``batch_size`` at the end of a pass.
 
         Raises:
             ValueError: fewer elements than ``batch_size`` are stored, and ``drop_last`` is set.
@@ -342,7 +342,7 @@ class ConsumingSampler(Sampler):
         return len(self._names)
 
     def draw(self, storage: Storage, batch_size: int, generator: torch.Generator | None = None) -> Draw:
-        """See :meth:`Sampler.draw`; ``[n]`` with n below ``batch_size`` where fewer are left.
+        """Choose elements; ``[n]`` with n below ``batch_size`` where fewer are left.
 
         Raises:
             RuntimeError: none is left.

@@ -251,7 +251,7 @@ class ServiceReplayBuffer(ReplayClient):
         return True
 
     def stats(self) -> dict[str, Any]:
-        """See :meth:`ReplayBuffer.stats`; and ``num_stored``, ``num_restarts``, ``num_lost`` and ``num_connections``.
+        """Counts as of :meth:`ReplayBuffer.stats`, and those of the service: restarts, losses, connections.
 
         ``dump_failure`` says why the buffer could not be saved the last time; None: it could.
 

@@ -20,8 +20,8 @@ from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.service.connection import Expected, ServiceConnection, Target
 from rollwright.data.replay_buffers.service.messages import Code, Info, WriterName
-from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
+from rollwright.data.replay_buffers.storages.storage import Storage
 
 _IDS = 64  # trajectory ids that are taken at a time
 
@@ -95,7 +95,7 @@ class RemoteLimiter(SampleToInsertRatio):
 
     @property
     def inserted(self) -> int:
-        """See :attr:`SampleToInsertRatio.inserted`."""
+        """Elements written so far, by whatever process."""
         return int(self.stats()["inserted"])
 
     @property
@@ -105,7 +105,7 @@ class RemoteLimiter(SampleToInsertRatio):
 
     @property
     def balance(self) -> float:
-        """See :attr:`SampleToInsertRatio.balance`."""
+        """How far inserting is ahead of sampling; it stays between ``-margin`` and ``margin``."""
         return float(self.stats()["balance"])
 
     def _do_others_draw(self) -> bool:
@@ -226,7 +226,7 @@ class ReplayClient(ReplayBuffer):
     # Sampling -----------------------------------------------------------------------------------------
 
     def draw_batch(self, batch_size: int | None = None) -> tuple[Any, dict[str, Any], bool]:
-        """See :meth:`ReplayBuffer.draw_batch`."""
+        """A batch, what the sampler returned with it, and whether it ended a pass of the sampler."""
         self.fillers.raise_error()
         size = self.batch_size if batch_size is None else positive("batch_size", batch_size)
         if self._prefetch is None:
@@ -248,7 +248,7 @@ class ReplayClient(ReplayBuffer):
         return (batch.pin_memory() if self.pin_memory else batch), info, ran_out
 
     def drop_prefetched(self) -> None:
-        """See :meth:`ReplayBuffer.drop_prefetched`."""
+        """Drop the batches that were prefetched: they would not be drawn so any more."""
         ahead, self._ahead = self._ahead, deque()
         for expected in ahead:
             self._connection.abandon(expected)
@@ -272,7 +272,7 @@ class ReplayClient(ReplayBuffer):
     # Parts and state ----------------------------------------------------------------------------------
 
     def check_shareable(self) -> None:
-        """See :meth:`ReplayBuffer.check_shareable`: what is sent is a client."""
+        """Do nothing: what is sent to other processes is a client."""
 
     def share(self, shared: bool = True) -> ReplayBuffer:
         """There is nothing to do: other processes can use it."""
@@ -288,11 +288,11 @@ class ReplayClient(ReplayBuffer):
     register_load_hook = register_save_hook
 
     def dumps(self, path: str | Path) -> None:
-        """See :meth:`ReplayBuffer.dumps`; the folder is one of the service's machine."""
+        """Write the buffer to a folder of the service's machine, see :meth:`ReplayBuffer.dumps`."""
         self._connection.ask("dumps", str(Path(path).expanduser().absolute()))
 
     def loads(self, path: str | Path, *, allow_pickle: bool = False) -> None:
-        """See :meth:`ReplayBuffer.loads`; the folder is one of the service's machine."""
+        """Read a folder of the service's machine, see :meth:`ReplayBuffer.loads`."""
         self.drop_prefetched()
         self._connection.ask("loads", str(Path(path).expanduser().absolute()), allow_pickle=allow_pickle)
 

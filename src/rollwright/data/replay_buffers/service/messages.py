@@ -17,7 +17,7 @@ from rollwright.data.entries import unchecked_td
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.limiter import SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.slices import SliceSampler
-from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.storage import Storage
 
 
 class WriterName(NamedTuple):

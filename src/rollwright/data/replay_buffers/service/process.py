@@ -29,7 +29,7 @@ class Options(ServiceOptions):
 
 
 class _ProcessHost:
-    """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
+    """The process of this machine in which a service runs."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -41,7 +41,7 @@ class _ProcessHost:
         return self._child.pid
 
     def await_ready(self, timeout_s: float) -> Ready:
-        """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
+        """Wait until the service listens."""
         try:
             found = self._child.channel.recv(timeout_s)
         except ChannelClosed:
@@ -55,7 +55,7 @@ class _ProcessHost:
         return ready
 
     def how_it_ended(self) -> str | None:
-        """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
+        """A phrase that says how it ended; None: it runs, as far as is known."""
         if self._child.alive:
             return None
         if self._raised is None:
@@ -67,7 +67,7 @@ class _ProcessHost:
         return self._child.how_it_ended() + self._raised
 
     def end(self, timeout_s: float) -> None:
-        """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
+        """Make it end, if it does not by itself in time."""
         self._child.channel.close()
         end_all([self._child], timeout_s)
 

@@ -76,7 +76,7 @@ class _Actor:
 
 
 class _RayHost:
-    """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
+    """The actor of Ray in which a service runs."""
 
     def __init__(self, session: RaySession, recipe: Recipe, config: dict[str, Any]) -> None:
         self._session, self._ray = session, session.ray
@@ -87,7 +87,7 @@ class _RayHost:
         self.pid: int | None = None
 
     def await_ready(self, timeout_s: float) -> Ready:
-        """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
+        """Wait until the service listens."""
         errors = self._ray.exceptions
         try:
             found = self._ray.get(self._started, timeout=timeout_s)
@@ -106,7 +106,7 @@ class _RayHost:
         return ready
 
     def how_it_ended(self) -> str | None:
-        """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
+        """A phrase that says how it ended; None: it runs, as far as is known."""
         if self._served is None or not self._ray.wait([self._served], timeout=_LOOK_S)[0]:
             return None
         try:
@@ -118,7 +118,7 @@ class _RayHost:
         return "has ended"
 
     def end(self, timeout_s: float) -> None:
-        """See :class:`~rollwright.data.replay_buffers.service.server.ServiceHost`."""
+        """Make it end, if it does not by itself in time."""
         with contextlib.suppress(Exception):  # Ray may have ended, and says so in many ways
             if self._served is not None and timeout_s:
                 self._actor.stop.remote()

@@ -37,7 +37,7 @@ from rollwright.data.replay_buffers.service.messages import (
     pack,
     unpack,
 )
-from rollwright.data.replay_buffers.storages.base import Storage
+from rollwright.data.replay_buffers.storages.storage import Storage
 
 Answer = tuple[Reply, Sequence[memoryview]]
 _LASTING = {"insert_transform", "set_sampler", "set_writer", "set_storage", "set_rng"}  # and no element
@@ -474,7 +474,7 @@ class ServiceHost(Protocol):
         """
 
     def how_it_ended(self) -> str | None:
-        """A phrase; None: it runs, as far as is known."""
+        """A phrase that says how it ended; None: it runs, as far as is known."""
 
     def end(self, timeout_s: float) -> None:
         """Make it end, if it does not by itself in time."""

@@ -1,7 +1,7 @@
 """Storages: where a replay buffer keeps its elements: a list, rows of tensors, or ragged records."""
 
-from rollwright.data.replay_buffers.storages.base import ListStorage, Storage
 from rollwright.data.replay_buffers.storages.ragged import LazyStackStorage, RaggedStorage
+from rollwright.data.replay_buffers.storages.storage import ListStorage, Storage
 from rollwright.data.replay_buffers.storages.tensors import LazyMemmapStorage, LazyTensorStorage, TensorStorage
 
 __all__ = [

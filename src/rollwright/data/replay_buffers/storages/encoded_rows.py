@@ -137,7 +137,7 @@ class PrivateRows(EncodedRows):
         self._rows: dict[int, _Row] = {}  # never changed once they are here
 
     def append(self, elements: Sequence[Encoded], skipped: int, parents: Sequence[Parent] = ()) -> Appended:
-        """See :meth:`EncodedRows.append`."""
+        """Reserve rows, write, publish."""
         capacity = self.ledger.capacity
         with self.ledger.writes(len(elements), skipped) as reservation:
             made = _chained([_written(element) for element in elements], parents)
@@ -146,22 +146,22 @@ class PrivateRows(EncodedRows):
         return reservation, made
 
     def replace(self, rows: Sequence[int], elements: Sequence[Bytes]) -> None:
-        """See :meth:`EncodedRows.replace`."""
+        """Put other elements in rows that are published. For use while rows change in place."""
         self._rows.update((row, _Row(_written(element))) for row, element in zip(rows, elements, strict=True))
 
     def load(self, start: int, elements: Sequence[Bytes], parents: Sequence[int] = (), hidden: int = 0) -> None:
-        """See :meth:`EncodedRows.load`."""
+        """Hold these elements alone, from position ``start`` on. For use while rows change in place."""
         made = _chained([_written(element) for element in elements], [None if at < 0 else at for at in parents])
         capacity = self.ledger.capacity
         self._rows = {(start + n) % capacity: row for n, row in enumerate(made[hidden:]) if row.memory}
 
     def find(self, row: int) -> Found:
-        """See :meth:`EncodedRows.find`."""
+        """The bytes of a row; none where nothing was written."""
         found = self._rows.get(row)
         return _NONE if found is None else Found(id(found), found.memory, found.before)
 
     def before(self, found: Found) -> Found | None:
-        """See :meth:`EncodedRows.before`."""
+        """The element that another refers to."""
         row = found.before
         return None if row is None else Found(id(row), row.memory, row.before)
 
@@ -176,12 +176,12 @@ class PrivateRows(EncodedRows):
         self._rows = dict(zip(state["rows"], made[hidden:], strict=True))
 
     def clear(self) -> None:
-        """See :meth:`EncodedRows.clear`; lets the bytes go."""
+        """Drop all elements; lets the bytes go."""
         self.ledger.clear_with(self._rows)
 
     @property
     def num_bytes(self) -> int:
-        """See :attr:`EncodedRows.num_bytes`."""
+        """Memory taken for elements."""
         elements, _, _ = self.with_before(list(self._rows))
         return sum(map(len, elements))
 
@@ -275,7 +275,7 @@ class SharedRows(EncodedRows):
     # Writing ----------------------------------------------------------------------------------
 
     def append(self, elements: Sequence[Encoded], skipped: int, parents: Sequence[Parent] = ()) -> Appended:
-        """See :meth:`EncodedRows.append`."""
+        """Reserve rows, write, publish."""
         room = _Room(self, [element.num_bytes for element in elements], parents)
         with self.ledger.writes(len(elements), skipped, room) as reservation:
             self._write(room.places, elements, room.links)
@@ -283,7 +283,7 @@ class SharedRows(EncodedRows):
         return reservation, list(zip(range(reservation.start, reservation.stop), room.places, numbers, strict=True))
 
     def replace(self, rows: Sequence[int], elements: Sequence[Bytes]) -> None:
-        """See :meth:`EncodedRows.replace`; each row is replaced by one store, behind its bytes."""
+        """Put other elements in rows that are published; each row is replaced by one store, behind its bytes."""
         low, _ = self.ledger.live()
         places, cursor = self.place([_length(element) for element in elements], low, self.ledger.end())
         self._write(places, elements)
@@ -292,7 +292,7 @@ class SharedRows(EncodedRows):
         self._links[np.asarray(rows, np.int64)] = _NOWHERE
 
     def load(self, start: int, elements: Sequence[Bytes], parents: Sequence[int] = (), hidden: int = 0) -> None:
-        """See :meth:`EncodedRows.load`."""
+        """Hold these elements alone, from position ``start`` on. For use while rows change in place."""
         kept = [number for number, element in enumerate(elements) if _length(element)]
         lengths = [_length(elements[number]) for number in kept]
         found, cursor = self.place(lengths, self.ledger.live()[0], self.ledger.end())
@@ -426,12 +426,12 @@ class SharedRows(EncodedRows):
     # Reading ----------------------------------------------------------------------------------
 
     def find(self, row: int) -> Found:
-        """See :meth:`EncodedRows.find`."""
+        """The bytes of a row; none where nothing was written."""
         place = int(self._table[row])
         return _NONE if place < 0 else self._at(place)
 
     def before(self, found: Found) -> Found | None:
-        """See :meth:`EncodedRows.before`."""
+        """The element that another refers to."""
         link = _NOWHERE if found.key < 0 else self._link_at(found.key)
         return None if link < 0 else self._at(link)
 
@@ -462,12 +462,12 @@ class SharedRows(EncodedRows):
         return self._memory[place : place + length]
 
     def clear(self) -> None:
-        """See :meth:`EncodedRows.clear`; the chunks are filled again."""
+        """Drop all elements; the chunks are filled again."""
         self.ledger.clear()
 
     @property
     def num_bytes(self) -> int:
-        """See :attr:`EncodedRows.num_bytes`."""
+        """Memory taken for elements."""
         return self._head[_NUM_CHUNKS] * self._head[_CHUNK_BYTES]
 
 

@@ -186,18 +186,18 @@ class PrivateMemory(Memory):
             self._tensors[key] = memory
 
     def schema(self) -> Schema | None:
-        """See :meth:`Memory.schema`."""
+        """What a row holds; None until the first was written."""
         return self._schema
 
     def allocate(self, schema: Schema) -> None:
-        """See :meth:`Memory.allocate`."""
+        """Settle what a row holds, once; whoever comes second keeps what the first has settled."""
         with self.ledger.writing():
             if self._schema is None:
                 self.ledger.set_capacity(schema.capacity)
                 self.replace(schema)
 
     def replace(self, schema: Schema) -> bool:
-        """See :meth:`Memory.replace`."""
+        """Change what a row holds, where none holds anything; returns whether this memory can."""
         self._tensors = {
             key: _empty(schema.shape_of(key), dtype, self._device) for key, (_, dtype) in schema.fields.items()
         }
@@ -205,7 +205,7 @@ class PrivateMemory(Memory):
         return True
 
     def tensors(self) -> dict[NestedKey, torch.Tensor]:
-        """See :meth:`Memory.tensors`."""
+        """The rows: ``[capacity, *rest, *entry]`` each, the same tensors until the schema is another."""
         return self._tensors
 
 
@@ -376,7 +376,7 @@ class SharedMemory(Memory):
         return DamagedFileError(f"{self._rows.name} is damaged: {what}. Nothing was changed. Restore it from a copy.")
 
     def schema(self) -> Schema | None:
-        """See :meth:`Memory.schema`."""
+        """What a row holds; None until the first was written."""
         while self._length[0] != self._settled:
             settled = self._length[0]
             try:
@@ -391,7 +391,7 @@ class SharedMemory(Memory):
         return self._schema
 
     def allocate(self, schema: Schema) -> None:
-        """See :meth:`Memory.allocate`."""
+        """Settle what a row holds, once; whoever comes second keeps what the first has settled."""
         text = self._text_of(schema)
         with self.ledger.writing():
             if not self._length[0]:
@@ -401,7 +401,7 @@ class SharedMemory(Memory):
         self.schema()
 
     def replace(self, schema: Schema) -> bool:
-        """See :meth:`Memory.replace`."""
+        """Change what a row holds, where none holds anything; returns whether this memory can."""
         text, held = self._text_of(schema), self._length[0]
         if max(len(text), held & _LENGTH) > _SECOND_AT - 8:
             return False
@@ -435,11 +435,11 @@ class SharedMemory(Memory):
         self._tail = self._rows.map(layout.end, _TAIL_BYTES).cast("q")
 
     def tensors(self) -> dict[NestedKey, torch.Tensor]:
-        """See :meth:`Memory.tensors`."""
+        """The rows: ``[capacity, *rest, *entry]`` each, the same tensors until the schema is another."""
         return self._tensors
 
     def make_space(self, end: int) -> None:
-        """See :meth:`Memory.make_space`."""
+        """Have space for the rows of all positions below ``end``; whoever reserves rows has it."""
         self._space.make_for(end)
 
     @property

@@ -16,7 +16,6 @@ from rollwright.data.encoding import Decoder, Encoded, PackedRows, encode, pack_
 from rollwright.data.entries import MadeEntries
 from rollwright.data.llm.stored_records import GROWTH, end_of, growth_of, restored, stored, transcript_of
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
-from rollwright.data.replay_buffers.storages.base import Storage, check_number
 from rollwright.data.replay_buffers.storages.batches import (
     batches_of,
     items_in_place,
@@ -33,6 +32,7 @@ from rollwright.data.replay_buffers.storages.encoded_rows import (
     PrivateRows,
     SharedRows,
 )
+from rollwright.data.replay_buffers.storages.storage import Storage, check_number
 from rollwright.data.transcript import Transcript
 
 _UNLIMITED = 1 << 40
@@ -181,7 +181,7 @@ class RaggedStorage(Storage):
         return leaf_keys(Reading(self._decoder, self._rows.before).element(found)) if grows else keys
 
     def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:
-        """See :meth:`Storage.entry`.
+        """Values of an entry at the positions ``low <= p < high``, in order: ``[high - low, columns, *feature]``.
 
         Raises:
             KeyError: an element lacks the entry.
@@ -233,7 +233,7 @@ class RaggedStorage(Storage):
             return {**self._state(low, high), "elements": packed}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`Storage.load_state_dict`; takes the states of other storages, too.
+        """Hold what another storage held: the result of :meth:`state_dict`; takes the states of other storages, too.
 
         Raises:
             DamagedFileError: the elements are damaged.
@@ -246,7 +246,7 @@ class RaggedStorage(Storage):
             self._written = _Written()
 
     def check_state(self, state_dict: Any) -> None:
-        """See :meth:`Storage.check_state`.
+        """Test that the storage takes a state of :meth:`state_dict`, before anything is changed.
 
         Raises:
             DamagedFileError: the elements are damaged.

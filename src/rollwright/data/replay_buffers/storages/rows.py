@@ -15,7 +15,6 @@ from rollwright._keys import NestedKey, key_str, leaves, place
 from rollwright._tensors import as_tensor
 from rollwright.data.compact import is_table, without_table
 from rollwright.data.replay_buffers.ledger import Ledger, Reservation
-from rollwright.data.replay_buffers.storages.base import Storage, check_number
 from rollwright.data.replay_buffers.storages.batches import (
     Column,
     Form,
@@ -32,6 +31,7 @@ from rollwright.data.replay_buffers.storages.batches import (
     too_long,
 )
 from rollwright.data.replay_buffers.storages.memory import Memory, PrivateMemory, Schema, SharedMemory
+from rollwright.data.replay_buffers.storages.storage import Storage, check_number
 
 _WHOLE: NestedKey = ()  # the key of data that is one tensor
 
@@ -78,7 +78,7 @@ class RowStorage(Storage):
 
     @property
     def requested_size(self) -> int:
-        """See :attr:`Storage.requested_size`."""
+        """The number of elements that was asked for; ``max_size`` may be more, in whole rows."""
         return self._requested_size
 
     def _detach(self) -> None:
@@ -101,7 +101,7 @@ class RowStorage(Storage):
 
     @property
     def ledger(self) -> Ledger:  # type: ignore[override]
-        """See :class:`Storage`."""
+        """Counts the rows that were reserved and published."""
         if self._schema is None:
             self._settled()  # another process may have set the number of rows
         return self._memory.ledger
@@ -134,28 +134,28 @@ class RowStorage(Storage):
 
     @property
     def rest(self) -> tuple[int, ...]:
-        """See :attr:`Storage.rest`."""
+        """The dimensions of a row; their product is :attr:`columns`."""
         schema = self._settled()
         return () if schema is None else schema.rest
 
     @property
     def dim_extend(self) -> int:
-        """See :attr:`Storage.dim_extend`."""
+        """Which dimension of the data the rows are."""
         schema = self._settled()
         return self.ndim - 1 if schema is None else schema.dim_extend
 
     @property
     def device(self) -> torch.device | None:
-        """See :attr:`Storage.device`."""
+        """Where elements are read to."""
         return self._device
 
     @property
     def shared(self) -> bool:
-        """See :attr:`Storage.shared`."""
+        """Whether other processes can write and read it too."""
         return self._shared
 
     def share(self) -> None:
-        """See :meth:`Storage.share`."""
+        """Move to memory that processes share."""
         if self._memory.shared:  # a file may be
             self._shared = True
         if self._shared:
@@ -174,7 +174,7 @@ class RowStorage(Storage):
     # Writing ----------------------------------------------------------------------------------
 
     def append(self, data: Any, *, dim: int = 0) -> Reservation:
-        """See :meth:`Storage.append`."""
+        """Write data after what is there, over the oldest where it is full."""
         parts = [self._parts(batch, self.ndim, "extend") for batch in batches_of(data)]
         first = parts[0]
         schema = self._settle(first, dim)
@@ -213,7 +213,7 @@ class RowStorage(Storage):
                 rows[: length - until_seam].copy_(value[until_seam:])
 
     def append_one(self, data: Any) -> Reservation:
-        """See :meth:`Storage.append_one`."""
+        """Write one element (or one row of ``rest``) after what is there."""
         schema = self._settled()
         if schema is None or self.ndim > 1 or self._holds_nothing:
             return super().append_one(data)
@@ -229,7 +229,7 @@ class RowStorage(Storage):
         return reservation
 
     def element(self, data: Any) -> Any:
-        """See :meth:`Storage.element`."""
+        """One element (or one row of ``rest``) as a batch of one row."""
         if isinstance(data, TensorDictBase | torch.Tensor):
             return data.unsqueeze(self.ndim - 1)
         return mapped(lambda leaf: _as_row(leaf, self.ndim - 1), data)
@@ -373,7 +373,7 @@ class RowStorage(Storage):
                 raise ValueError(f"data: expected {key!r} as a dense tensor, got one that is {what}.")
 
     def overwrite(self, index: NDArray[np.int64], data: Any) -> None:
-        """See :meth:`Storage.overwrite`."""
+        """Replace the elements at flat indices, which are published, by a batch ``[n]``."""
         schema = self._settled()
         part = self._parts(data, 1, "replace elements")
         if schema is None:
@@ -480,7 +480,7 @@ class RowStorage(Storage):
     # Reading ----------------------------------------------------------------------------------
 
     def read(self, index: NDArray[np.int64]) -> Any:
-        """See :meth:`Storage.read`."""
+        """A copy of the elements at flat indices, in any order and repeated, as a batch ``[n]``; n may be 0."""
         self._settled()
         values = [column.take(index) for column in self._columns.values()]
         if _WHOLE in self._tensors:
@@ -489,11 +489,11 @@ class RowStorage(Storage):
 
     @property
     def structured(self) -> bool:
-        """See :attr:`Storage.structured`."""
+        """Whether elements are kept in another form than that in which users gave them; see :meth:`restored`."""
         return self._schema is not None and self._schema.form is not None
 
     def restored(self, elements: Any) -> Any:
-        """See :meth:`Storage.restored`."""
+        """What :meth:`read` gives, one element or a batch, in the structure in which it was written."""
         schema = self._schema
         return elements if schema is None or schema.form is None else restored(elements, schema.form)
 
@@ -519,12 +519,12 @@ class RowStorage(Storage):
         return _moved(TensorDict(nested, batch_size=[length, *self.rest, *self._batch], device=self._device), dim)
 
     def keys(self) -> list[NestedKey]:
-        """See :meth:`Storage.keys`."""
+        """The entries of an element; none where elements are no TensorDicts."""
         schema = self._settled()
         return [] if schema is None else [key for key in schema.fields if key != _WHOLE]
 
     def entry(self, key: NestedKey, low: int, high: int) -> NDArray[Any]:
-        """See :meth:`Storage.entry`."""
+        """Values of an entry at the positions ``low <= p < high``, in order: ``[high - low, columns, *feature]``."""
         rows = self._tensors[key].flatten(1, len(self.rest)) if self.rest else self._tensors[key].unsqueeze(1)
         start, length = low % self.capacity, high - low
         if start + length <= self.capacity:
@@ -539,7 +539,7 @@ class RowStorage(Storage):
         return {**super()._state(low, high), **form}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`Storage.load_state_dict`.
+        """Hold what another storage held: the result of :meth:`state_dict`. Where it raises, nothing has changed.
 
         Raises:
             OSError: the disk, or memory, is full.
@@ -555,7 +555,7 @@ class RowStorage(Storage):
                 self._write(low + skipped, high - low - skipped, kept, dim)
 
     def check_state(self, state_dict: Any) -> None:
-        """See :meth:`Storage.check_state`."""
+        """Test that the storage takes a state of :meth:`state_dict`, before anything is changed."""
         super().check_state(state_dict)
         saved, held = self._saved_rows(state_dict), self._settled()
         if saved is None or held is None:
@@ -565,7 +565,7 @@ class RowStorage(Storage):
             self._check_fields(held, schema.fields, schema.rest, schema.dim_extend, schema.form)
 
     def make_room(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`Storage.make_room`."""
+        """Take the memory for a state that :meth:`check_state` has passed; what is stored stays."""
         saved = self._saved_rows(state_dict)
         if saved is None:
             return

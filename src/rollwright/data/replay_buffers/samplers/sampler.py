@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import key_str
-from rollwright.data.replay_buffers.storages.base import Storage
 from rollwright.data.replay_buffers.storages.batches import positive
 from rollwright.data.replay_buffers.storages.saving import Part
+from rollwright.data.replay_buffers.storages.storage import Storage
 
 Index = NDArray[np.int64]
 GENERATION = "index_generation"
