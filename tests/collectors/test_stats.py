@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 import torch
 
 from rollwright.collectors import MultiSyncCollector
+from rollwright.collectors.reports.statistics import CollectorStats, Leases, StatsOfWorker
 from rollwright.collectors.rollout.stats import EpisodeStats
+from rollwright.data import LazyTensorStorage, SampleToInsertRatio, TensorDictReplayBuffer
 from rollwright.envs import GymEnv, SerialEnv
 from rollwright.testing.mocking_classes import CountingEnv, MultiKeyCountingEnv, NestedCountingEnv
 
@@ -220,3 +224,56 @@ def test_the_return_of_an_episode_is_the_sum_of_its_own_rewards(kind):
     returns, lengths = stats.rows()[:, :2].T.tolist()
     assert returns == [-np.inf, 1e20, 2.0, 5.0, 2.0, 5.0, 1.0, 6.0]
     assert lengths == [1, 2, 2, 2, 2, 2, 1, 6]
+
+
+# Types --------------------------------------------------------------------------------------------
+
+
+def buffer(**options):
+    limiter = SampleToInsertRatio(4.0, margin=1_000, min_size=1)
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(500), batch_size=4, limiter=limiter, **options)
+
+
+KINDS = {
+    "one process": {},
+    "trajectories": {"trajs_per_batch": 2},
+    "in step": {"num_collectors": 2, "sync": True},
+    "first come": {"num_collectors": 2, "sync": False},
+    "trajectories of workers": {"num_collectors": 2, "sync": True, "trajs_per_batch": 2},
+}
+
+
+def undeclared(kind, found):
+    return found.keys() - get_type_hints(kind).keys()
+
+
+def missing(kind, found):
+    return kind.__required_keys__ - found.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stored", ["batches", "buffer", "thread"])
+def test_every_key_is_declared_and_every_declared_one_delivered(make, kind, stored):
+    options = dict(KINDS[kind])
+    if stored != "batches":
+        options["replay_buffer"] = buffer(shared="num_collectors" in options)
+    collector = make(lambda: CountingEnv(max_steps=5), frames_per_batch=20, total_frames=60, **options)
+    if stored == "thread":
+        collector.start()
+    else:
+        collector.next()
+    stats = collector.stats()
+    assert undeclared(CollectorStats, stats) == missing(CollectorStats, stats) == set()
+    for worker in stats.get("workers", []):
+        assert worker.keys() == get_type_hints(StatsOfWorker).keys()
+    if "leases" in stats:
+        assert stats["leases"].keys() == get_type_hints(Leases).keys()
+    assert ("buffer" in stats, "background" in stats) == (stored != "batches", stored == "thread")
+    if stored == "buffer":
+        assert stats["buffer"]["size"] == len(options["replay_buffer"]) > 0
+
+
+@pytest.mark.parametrize("kind", [CollectorStats, StatsOfWorker, Leases])
+def test_every_declared_key_is_documented_in_order(kind):
+    documented = re.findall(r"^        (\w+): ", kind.__doc__, re.MULTILINE)
+    assert documented == list(get_type_hints(kind))

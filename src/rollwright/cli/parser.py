@@ -103,6 +103,21 @@ example:
   rollwright watch runs/pong --output pong.mp4
 """
 
+_TOP = """\
+Show the collectors that run on this machine: where their time goes, which worker is the slowest, what you can do, what
+is queued, how old the weights are, how full the buffer is.
+
+A collector reports itself once a second where its program was started with ROLLWRIGHT_TOP=1 in its environment, or
+where it was made with progress=True. You see your own collectors only. The view ends when they have ended; Ctrl-C ends
+it before. Without a terminal, it is printed once.
+"""
+
+_TOP_EXAMPLE = """\
+example:
+  ROLLWRIGHT_TOP=1 python train.py &
+  rollwright top
+"""
+
 _JOIN = """\
 Run workers of a collector that is elsewhere, until it ends.
 
@@ -134,7 +149,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="rollwright", description="Collects experience for reinforcement learning.")
     parser.add_argument("--version", action="version", version=f"rollwright {rollwright.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_collect, _add_inspect, _add_watch, _add_bench, _add_join, _add_chat_collect, _add_chat_check):
+    for add in (
+        _add_collect,
+        _add_inspect,
+        _add_watch,
+        _add_top,
+        _add_bench,
+        _add_join,
+        _add_chat_collect,
+        _add_chat_check,
+    ):
         add(commands)
     return parser
 
@@ -271,6 +295,12 @@ def _add_watch(commands: Any) -> None:
     add("--seed", type=_seed, metavar="S", help="of environment and policy (default: drawn)")
     add("--env-kwargs", type=_json_object, default={}, metavar="JSON", help="arguments for the environment")
     add("--categorical-actions", action="store_true", help="discrete actions as integers, not one-hot")
+
+
+def _add_top(commands: Any) -> None:
+    add = _command(commands, "top", "show what running collectors do", _TOP, _TOP_EXAMPLE).add_argument
+    add("pid", metavar="PID", type=_count, nargs="?", help="of the process to show (default: all)")
+    add("--json", action="store_true", help="print JSON, once")
 
 
 def _add_join(commands: Any) -> None:

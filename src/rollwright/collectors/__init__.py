@@ -13,6 +13,7 @@ from rollwright.collectors.evaluation import Evaluator
 from rollwright.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import ProfileConfig
+from rollwright.collectors.reports.statistics import CollectorStats
 from rollwright.modules import RandomPolicy
 from rollwright.weight_update import WeightUpdaterBase
 
@@ -21,6 +22,7 @@ __all__ = [
     "BaseCollector",
     "Collector",
     "CollectorOptions",
+    "CollectorStats",
     "DistributedCollector",
     "DistributedDataCollector",
     "DistributedSyncCollector",

@@ -20,7 +20,8 @@ from rollwright.collectors.loggers import Logger
 from rollwright.collectors.observers import Observers
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile, ProfileConfig
-from rollwright.collectors.report import report_of
+from rollwright.collectors.reports.report import report_of
+from rollwright.collectors.reports.statistics import CollectorStats
 from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
 from rollwright.collectors.weights import CollectorWeights, pick_weights
 from rollwright.data.llm.turns import Version
@@ -206,8 +207,8 @@ class BaseCollector(Reachable, ABC):
         """Go on from a saved state."""
 
     @abstractmethod
-    def stats(self, *, workers: WorkerStats = True) -> dict[str, Any]:
-        """A snapshot of counts, rates and episodes that ``json.dumps`` takes.
+    def stats(self, *, workers: WorkerStats = True) -> CollectorStats:
+        """A snapshot of counts, rates and episodes that ``json.dumps`` takes; :class:`CollectorStats` lists them.
 
         Args:
             workers: with an entry ``workers``, for each of them; without workers there is none.

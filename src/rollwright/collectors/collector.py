@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
 
 import torch
 from tensordict import TensorDictBase
@@ -25,6 +25,7 @@ from rollwright.collectors.factory import BackendOptions, local_options, make_wi
 from rollwright.collectors.observers import Observers
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile
+from rollwright.collectors.reports.statistics import CollectorStats
 from rollwright.collectors.rollout.counts import announce_rounding
 from rollwright.collectors.rollout.devices import sync_function
 from rollwright.collectors.rollout.environment import EnvMaker, making_env
@@ -499,35 +500,23 @@ class Collector(BaseCollector):
 
     # Observation ------------------------------------------------------------------------------
 
-    def stats(self, *, workers: WorkerStats = True) -> dict[str, Any]:
-        """Counts, rates and episodes; ``json.dumps`` takes it.
+    def stats(self, *, workers: WorkerStats = True) -> CollectorStats:
+        """Counts, rates and episodes; :class:`CollectorStats` lists them, and ``json.dumps`` takes them.
 
         Args:
             workers: of collectors with workers; here it changes nothing.
 
         Raises:
             ValueError: ``workers`` is none of what they take.
-
-        Returns:
-            ``frames``, ``batches`` (delivered), ``total_frames``, ``total_batches`` (None without an end),
-            ``completed``, ``frames_per_batch``, ``requested_frames_per_batch`` (before it was rounded),
-            ``frames_per_second``, ``seconds`` by stage, ``episodes``,
-            ``mean_return`` and ``mean_length`` (of the 100 episodes that ended last, of all workers together; episodes
-            count at the end of the batch in which they end), ``last_return``, ``policy_version``,
-            ``env_recreations`` (environments recreated by ``on_env_failure="recreate"``), ``devices``,
-            ``paths`` (what runs environment and policy, how a buffer is written, and why), ``bytes_held``,
-            ``waiting_for``. With ``trajs_per_batch``: ``trajectories_held`` (complete, not delivered yet),
-            ``frames_held`` (of these, and of those in progress) and ``frames_dropped`` (of those that a reset has cut).
-            With a replay buffer: its ``write_count``. After :meth:`start`: ``background`` (whether the thread is
-            ``running``, ``paused``, or ended by an ``error``) and ``policy_version_acting``.
         """
         check_worker_stats(workers)
-        return {
+        found = {
             **self._delivery.stats(),
             "requested_frames_per_batch": self.requested_frames_per_batch,
             "policy_version": self.policy_version,
             **self._background.stats(),
         }
+        return cast(CollectorStats, found)
 
     def __repr__(self) -> str:
         return (

@@ -130,6 +130,13 @@ def write_count_of(buffer: Any) -> int | None:
     return found
 
 
+def stats_of_buffer(buffer: Any) -> dict[str, Any]:
+    """What ``stats()`` of a collector has about its buffer."""
+    found = {"write_count": write_count_of(buffer)}
+    fill = getattr(buffer, "stats", None)  # others' buffers have none
+    return found if fill is None else {**found, "buffer": fill()}
+
+
 def draws_slices(buffer: Any) -> bool:
     """Whether the sampler of a buffer draws stretches of trajectories."""
     found = getattr(buffer, "draws_slices", None)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -34,11 +34,12 @@ from rollwright.collectors.delivery.saved_state import (
     warn_of_unsaved,
 )
 from rollwright.collectors.delivery.stored import await_publication
-from rollwright.collectors.delivery_options import warn_of_splits, write_count_of
+from rollwright.collectors.delivery_options import stats_of_buffer, warn_of_splits
 from rollwright.collectors.factory import register_workers
 from rollwright.collectors.observers import Observers
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.profiling import Profile
+from rollwright.collectors.reports.statistics import CollectorStats
 from rollwright.collectors.rollout.counts import announce_rounding
 from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.policy import check_policy, check_shaped
@@ -534,7 +535,7 @@ class MultiCollector(BaseCollector):
 
     # Observation ------------------------------------------------------------------------------
 
-    def stats(self, *, workers: WorkerStats = True) -> dict[str, Any]:
+    def stats(self, *, workers: WorkerStats = True) -> CollectorStats:
         """Counts, rates and episodes of all workers; ``json.dumps`` takes it. At any time, from any thread.
 
         Args:
@@ -543,15 +544,11 @@ class MultiCollector(BaseCollector):
                 workers, ``"both"`` has both; ``workers`` is their count then.
 
         Returns:
-            What :meth:`Collector.stats` has, summed up, and ``workers`` (for each: ``index``, ``alive``, ``pid``,
-            ``state``, ``frames``, ``batches``, ``episodes``, ``seconds`` by stage, ``policy_version``, ``restarts``,
-            ``waiting_for``), ``workers_alive``, ``restarts``, ``policy_lag`` (published less acting versions, the
-            most), ``frames_stale`` (thrown away, see ``max_policy_lag``), ``threads``, ``leases`` (blocks of shared
-            memory that the consumer holds, and batches that were copied because it holds many), ``messages``. What
-            paths add (``conversations_in_progress`` and others) is as of the last rollout of each worker.
+            What :class:`CollectorStats` lists, of all workers together. What paths add
+            (``conversations_in_progress`` and others) is as of the last rollout of each worker.
         """
         buffer = self.options.replay_buffer
-        written = {} if buffer is None else {"write_count": write_count_of(buffer)}
+        written = {} if buffer is None else stats_of_buffer(buffer)
         found = merged_stats(self._group, self._schedule, self._counts, self._weights.version)
         found["requested_frames_per_batch"] = self.requested_frames_per_batch
         found = {
@@ -561,7 +558,7 @@ class MultiCollector(BaseCollector):
             **written,
             **self._background.stats(),
         }
-        return select_workers(found, workers)
+        return cast(CollectorStats, select_workers(found, workers))
 
     def fake_tensordict(self) -> TensorDictBase:
         """A batch of zeros with the entries, shapes, dtypes and names of delivered ones; steps nothing."""

@@ -1,14 +1,17 @@
-"""Observers: loggers and a progress bar that follow what a collector delivers."""
+"""Observers: loggers and a progress bar that follow what a collector delivers, and its report for others."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rollwright._progress import CollectionProgress, stderr_progress
 from rollwright.collectors.loggers import Logger, numbers_in
+from rollwright.collectors.reports.live import LiveReport, wants_reports
+from rollwright.collectors.reports.statistics import CollectorStats
+
+_LAST_REPORT_S = 1.0  # for one that is being written
 
 
 @dataclass
@@ -20,7 +23,7 @@ class _Log:
     prefix: str
     written_at: float = -float("inf")
 
-    def write(self, stats: dict[str, Any]) -> None:
+    def write(self, stats: CollectorStats) -> None:
         now = time.monotonic()
         if now - self.written_at < self.every_s and not stats["completed"]:
             return
@@ -34,7 +37,7 @@ class Observers:
 
     Args:
         stats: of the collector.
-        progress: show a progress bar.
+        progress: show a progress bar, and let ``rollwright top`` show the collector.
         name: of the collector's class.
         noun: what it counts.
 
@@ -42,11 +45,14 @@ class Observers:
         follow: whether there are any.
     """
 
-    def __init__(self, stats: Callable[[], dict[str, Any]], *, progress: bool, name: str, noun: str) -> None:
+    def __init__(self, stats: Callable[[], CollectorStats], *, progress: bool, name: str, noun: str) -> None:
         self._stats, self._name, self._noun = stats, name, noun
         self._logs: list[_Log] = []
         self._shows = self.follow = progress
         self._progress: CollectionProgress | None = None
+        self._live = LiveReport(stats, name) if progress or wants_reports() else None
+        if self._live is not None:
+            self._live.start()
 
     def add(self, logger: Logger, every_s: float, prefix: str) -> None:
         """Let a logger follow.
@@ -74,11 +80,13 @@ class Observers:
         if self._progress is not None:
             self._progress.update(stats)
             if stats["completed"]:
-                self.close()
+                self._progress.stop()
         for log in self._logs:
             log.write(stats)
 
     def close(self) -> None:
-        """The collection has ended: leave what is drawn."""
+        """The collector ends: leave what is drawn, and report it no more."""
+        if self._live is not None:
+            self._live.stop(_LAST_REPORT_S)
         if self._progress is not None:
             self._progress.stop()

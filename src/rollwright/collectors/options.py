@@ -158,7 +158,7 @@ class CollectorOptions:
         extend_buffer: write whole rollouts, after ``postproc``. If False, every step is written at once, and
             ``postproc`` is not called.
         progress: show a progress bar on stderr with frames, frames per second and mean return. If stderr is no
-            terminal, print a line every few seconds.
+            terminal, print a line every few seconds. ``rollwright top`` shows the collector, too.
 
     Example:
         >>> CollectorOptions(frames_per_batch=0)

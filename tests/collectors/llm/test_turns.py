@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tensordict import LazyStackedTensorDict
 from tests.collectors.llm.fakes import FakeConversations, FakeEngine, FakeEnv, FakePolicy
 
 from rollwright.collectors.llm import LLMCollector
+from rollwright.collectors.reports.statistics import CollectorStats
 from rollwright.data.llm.turns import FinishReason
 from rollwright.envs.llm import LLMEnv
 from rollwright.envs.llm.conversations import DatasetConversations
@@ -282,3 +284,14 @@ def test_a_single_answer_that_is_cut_by_its_length_is_truncated(how):
     reasons = {row["finish_reason"]: flags for row, flags in zip(found, ends, strict=True)}
     assert reasons["length"] == [False, True, True]
     assert reasons.get("stop", [True, False, True]) == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "options", [{"yield_completed_trajectories": True}, {"dialog_turns_per_batch": 6, "async_envs": True}]
+)
+def test_every_key_of_stats_is_declared(build, options):
+    collector = build(2, env={"prompts": 30}, **options)
+    collector.next()
+    stats = collector.stats()
+    assert stats.keys() - get_type_hints(CollectorStats).keys() == set()
+    assert CollectorStats.__required_keys__ - stats.keys() == set()

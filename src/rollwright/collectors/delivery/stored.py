@@ -18,7 +18,7 @@ from rollwright.collectors.delivery.base import Batches, RolloutDelivery, Trajec
 from rollwright.collectors.delivery.queues import QueueWriter
 from rollwright.collectors.delivery.rows import RowRange, common_keys, copied
 from rollwright.collectors.delivery.storage_memory import StorageMemory
-from rollwright.collectors.delivery_options import buffer_of, draws_slices, storage_ndim, write_count_of
+from rollwright.collectors.delivery_options import buffer_of, draws_slices, stats_of_buffer, storage_ndim
 from rollwright.collectors.profiling import Profile
 from rollwright.collectors.rollout.paths.conversations.pool_notes import opening_of
 from rollwright.collectors.rollout.rollout import Rollout
@@ -112,7 +112,7 @@ class Stored(RolloutDelivery):
     def stats(self) -> dict[str, Any]:
         """What ``stats()`` of a collector reports on its rollout and its delivery."""
         limits = {} if self._limiter is None else {"limiter": self._limiter.stats()}
-        stats = {**super().stats(), "write_count": write_count_of(self._buffer), **limits}
+        stats = {**super().stats(), **stats_of_buffer(self._buffer), **limits}
         stats["waiting_for"] = stats["waiting_for"] or getattr(self._buffer, "waiting_for", None)
         if self._rest and "conversations_unfinished" in stats:
             names = [*stats["conversations_unfinished"], *(opening_of(turn).draw.origin.name for turn in self._rest)]

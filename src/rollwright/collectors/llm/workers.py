@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tensordict import TensorDictBase
 
@@ -25,6 +25,7 @@ from rollwright.collectors.llm.interface import (
 from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import ConversationOptions
+from rollwright.collectors.reports.statistics import CollectorStats
 from rollwright.collectors.rollout.state import td_from
 from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.collectors.workers.stats import select_workers
@@ -128,12 +129,12 @@ class MultiLLMCollector(MultiCollector):
             state["queue"] = self._backlog.state_dict()
         return state
 
-    def stats(self, *, workers: WorkerStats = True) -> dict[str, Any]:
+    def stats(self, *, workers: WorkerStats = True) -> CollectorStats:
         """See :meth:`MultiCollector.stats`; with a queue, ``write_count`` counts the turns that were put.
 
         Complete conversations that no batch was made of yet count as undelivered.
         """
-        found, backlog = super().stats(), self._backlog
+        found, backlog = cast("dict[str, Any]", super().stats()), self._backlog
         held = dict.fromkeys(origin for turns in self._schedule.trajectories_held for origin in _origins(turns))
         if held:
             found["conversations_undelivered"] += len(held)
@@ -142,7 +143,7 @@ class MultiLLMCollector(MultiCollector):
         if backlog is not None:
             found |= {"write_count": backlog.writer.write_count, "undelivered": found["undelivered"] + len(backlog)}
             found["waiting_for"] = backlog.writer.waiting_for or found["waiting_for"]
-        return select_workers(found, workers)
+        return cast(CollectorStats, select_workers(found, workers))
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """See :meth:`MultiCollector.shutdown`; a thread that waits for room in the queue ends, too."""

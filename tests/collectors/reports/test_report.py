@@ -10,7 +10,7 @@ import torch
 from tests.patience import patient
 
 from rollwright.collectors import Collector
-from rollwright.collectors.report import report_of, shares_of
+from rollwright.collectors.reports.report import report_of, shares_of
 from rollwright.data import LazyTensorStorage, TensorDictReplayBuffer
 from rollwright.envs import GymEnv
 
@@ -86,7 +86,7 @@ def test_of_workers_it_names_the_slowest_and_what_was_lost():
     assert "slowest worker: 1, 3 s a batch (the fastest 0.5 s)" in report
     assert "70 frames were thrown away (max_policy_lag)" in report
     assert "Workers were replaced 3 times" in report
-    assert "version 4; workers act with it, or are 2 behind at most" in report
+    assert "version 4; the oldest that act are 2 versions behind" in report
 
 
 def test_workers_and_a_buffer_report_what_stats_say():
@@ -95,7 +95,9 @@ def test_workers_and_a_buffer_report_what_stats_say():
         collector.next()
         report, stats = collector.report(), collector.stats()
     assert "workers: 2 of 2 alive, 0 restarts" in report
-    assert f"frames in the buffer so far: {stats['write_count']:,}" in report
+    assert stats["buffer"]["size"] == stats["write_count"] > 0
+    assert f"buffer: {stats['write_count']:,} of 1,000 elements" in report
+    assert f"{stats['seconds']['env']:.3g} s" in report
 
 
 def test_a_notebook_shows_it_escaped():

@@ -28,10 +28,10 @@ def report_of(name: str, stats: Mapping[str, Any]) -> str:
     lines = [_headline(name, stats)]
     if shares:
         lines += ["", "Where the time goes" + (" (all workers together)" if "workers" in stats else "")]
-        lines += [
-            f"  {STAGES.get(stage, stage):<17}{share:>5.0%}  {'█' * round(_BAR * share)}".rstrip()
-            for stage, share in shares.items()
-        ]
+        spent = stats["seconds"]
+        for stage, share in shares.items():
+            taken = _seconds(spent.get(stage))
+            lines.append(f"  {STAGES.get(stage, stage):<17}{share:>5.0%}{taken}  {'█' * round(_BAR * share)}".rstrip())
     facts = [*_facts(stats)]
     remarks = [*_remarks(stats, shares)]
     for title, found in (("State", facts), ("What you can do", remarks)):
@@ -74,15 +74,16 @@ def _facts(stats: Mapping[str, Any]) -> Iterator[str]:
             fastest = min(spent.values())
             yield f"slowest worker: {slowest}, {spent[slowest]:.3g} s a batch (the fastest {fastest:.3g} s)"
     version, lag = stats.get("policy_version"), stats.get("policy_lag")
+    if lag is None and version and "policy_version_acting" in stats:
+        lag = version - stats["policy_version_acting"]
     if lag is not None:
-        yield f"weights: version {version}; workers act with it, or are {lag} behind at most"
+        yield f"weights: version {version}; the oldest that act are {lag} versions behind"
     elif version:
         yield f"weights: version {version}"
     leases = stats.get("leases")
     if leases:
         yield f"batches that you hold: {leases['held']} of {leases['most']}"
-    if "write_count" in stats:
-        yield f"frames in the buffer so far: {stats['write_count']:,}"
+    yield from _queued(stats)
     if stats.get("bytes_held"):
         yield f"memory of batches: {stats['bytes_held'] / 1e6:,.1f} MB"
     if stats.get("waiting_for"):
@@ -90,6 +91,25 @@ def _facts(stats: Mapping[str, Any]) -> Iterator[str]:
     background = stats.get("background") or {}
     if background.get("error"):
         yield f"the thread of start() has failed: {background['error']}"
+
+
+def _queued(stats: Mapping[str, Any]) -> Iterator[str]:
+    """What was collected and not learned from yet."""
+    if buffer := stats.get("buffer"):
+        fill = f"{buffer['size']:,} of {buffer['capacity']:,} elements ({buffer['utilization']:.0%})"
+        yield f"buffer: {fill}, {stats['write_count'] or 0:,} written so far"
+    elif stats.get("write_count") is not None:
+        yield f"elements written to the buffer so far: {stats['write_count']:,}"
+    if stats.get("undelivered"):
+        yield f"rollouts that wait for your loop: {stats['undelivered']}"
+    if stats.get("trajectories_held"):
+        yield f"complete trajectories that no batch has yet: {stats['trajectories_held']}"
+    if limiter := stats.get("limiter"):
+        yield from (f"the limiter of the buffer holds up: {reason}" for reason in limiter["waiting"])
+
+
+def _seconds(spent: float | None) -> str:
+    return " " * 11 if spent is None else f"{spent:>9,.3g} s"
 
 
 def _seconds_a_batch(workers: list[Mapping[str, Any]]) -> dict[int, float]:

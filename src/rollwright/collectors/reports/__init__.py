@@ -1,0 +1,1 @@
+"""What a collector reports about itself: its statistics, in words, and in files for ``rollwright top``."""
