@@ -251,7 +251,7 @@ class Channel:
 
     There is no thread behind it: :meth:`send` writes before it returns; what :meth:`post` finds no room for waits for
     :meth:`flush`. Several threads may send. Pickling an end hands it on to a process that is being started. Tensors
-    travel by value.
+    are sent by value.
 
     Attributes:
         has_received: whether a message was taken.
@@ -297,7 +297,7 @@ class Channel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Hang up: the other end reads what was sent, and then ``ChannelClosed``. May be called again."""
+        """Close the connection: the other end reads what was sent, and then ``ChannelClosed``. May be called again."""
         self._socket.close()
 
     @property

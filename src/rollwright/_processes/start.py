@@ -286,7 +286,7 @@ class _ForkServer:
             raise OSError(-pid, f"{os.strerror(-pid)}: the fork server cannot start a process.{advice}")
         return pid
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         """Have done with a server that has ended."""
         if self._pid is not None:
             with contextlib.suppress(ChildProcessError):  # of another process, or ended already
@@ -308,7 +308,7 @@ def _server_other_than(gone: _ForkServer | None) -> _ForkServer:
     global _fork_server
     with _lock:
         if gone is not None and _fork_server is gone:
-            gone.bury()
+            gone.reap()
             _fork_server = None
         if _fork_server is None:
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

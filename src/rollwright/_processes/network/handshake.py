@@ -418,7 +418,7 @@ class Listener:
         greeting.end.close()
 
     def close(self) -> None:
-        """Hang up on all that have not proved anything. May be called again."""
+        """Close the connections of all that have not proved anything. May be called again."""
         for greeting in self._pending.values():
             greeting.end.close()
         self._pending.clear()

@@ -239,7 +239,7 @@ class Line:
                 self._socket.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _RETRY_MS)
 
     def close(self) -> None:
-        """Hang up: the other end reads what was sent, and then ``ChannelClosed``. May be called again.
+        """Close the connection: the other end reads what was sent, and then ``ChannelClosed``. May be called again.
 
         What the carrier was to move is given up.
         """

@@ -69,7 +69,7 @@ def remove_frames(folder: Path) -> None:
 # Ragged frames ------------------------------------------------------------------------------------
 
 
-class FrameRows:
+class FrameFiles:
     """Appends frames to two files: rows of any length, and an index of them, step by step.
 
     Args:

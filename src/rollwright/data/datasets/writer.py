@@ -25,7 +25,7 @@ from rollwright.data.datasets.description import (
     FRAMES,
     RAGGED_VERSION,
     ROWS,
-    FrameRows,
+    FrameFiles,
     check_target,
     copy_bytes,
     remove_dataset,
@@ -111,7 +111,7 @@ class DatasetWriter:
         self._layout: Layout = {}
         self._env_shape = torch.Size(())
         self._files: dict[NestedKey, BinaryIO] = {}
-        self._rows: FrameRows | None = None  # of frames of which each has a layout of its own
+        self._rows: FrameFiles | None = None  # of frames of which each has a layout of its own
         self._names: dict[NestedKey, str] = {}
         self._scan, self._totals = EpisodeScan(), Totals()
         self._closed = False
@@ -222,7 +222,7 @@ class DatasetWriter:
         if self._rows is None:
             self._replace()
             self._env_shape, self._data = batch.batch_size[:-1], ROWS
-            self._rows = FrameRows(self.path / ROWS)
+            self._rows = FrameFiles(self.path / ROWS)
         self._check_env(batch)
         self._rows.write(batch)
 

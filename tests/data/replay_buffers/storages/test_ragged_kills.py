@@ -20,7 +20,7 @@ from rollwright.data import LazyTensorStorage, RaggedStorage, ReplayBuffer
 from rollwright.data.encoding import Encoded
 from rollwright.data.replay_buffers.ledger import Ledger
 from rollwright.data.replay_buffers.ledger.counters import Reservations
-from rollwright.data.replay_buffers.storages.encoded_rows import SharedRows
+from rollwright.data.replay_buffers.storages.elements import SharedElements
 
 FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("forkserver")
@@ -143,7 +143,7 @@ def killed_at(buffer: ReplayBuffer, moment: str) -> None:
     if moment == "places are found":
         Reservations.add = kill
     elif moment == "rows are reserved":
-        SharedRows.note = kill
+        SharedElements.note = kill
     elif moment == "places are noted":
         Encoded.write = kill
     elif moment == "an element is half written":
@@ -152,7 +152,7 @@ def killed_at(buffer: ReplayBuffer, moment: str) -> None:
     elif moment == "all is written":
         Ledger.publish = kill
     else:  # another element is put in place of one
-        SharedRows._write = kill
+        SharedElements._write = kill
         buffer[3] = record(2, 0)
     buffer.extend(records(2, 0, 9))
 

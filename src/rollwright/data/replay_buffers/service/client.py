@@ -305,7 +305,7 @@ class ReplayClient(ReplayBuffer):
         return not self._connection.is_closed
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Hang up; the service goes on."""
+        """Close the connection; the service goes on."""
         self._connection.close()
 
     def __repr__(self) -> str:

@@ -227,7 +227,7 @@ class ServiceConnection:
             self._thread.start()
 
     def close(self) -> None:
-        """Hang up; what waits for a reply raises."""
+        """Close the connection; what waits for a reply raises."""
         with self._lock:
             self.is_closed = True
             thread, line, self._line = self._thread, self._line, None

@@ -425,7 +425,7 @@ class Server:
             self._lose(guest)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         self._closed.set()
         for guest in list(self._guests.values()):
             self._lose(guest)

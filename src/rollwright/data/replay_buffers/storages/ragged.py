@@ -24,13 +24,13 @@ from rollwright.data.replay_buffers.storages.batches import (
     positive,
     too_long,
 )
-from rollwright.data.replay_buffers.storages.encoded_rows import (
-    EncodedRows,
+from rollwright.data.replay_buffers.storages.elements import (
+    ElementMemory,
     Found,
     Gone,
     Parent,
-    PrivateRows,
-    SharedRows,
+    PrivateElements,
+    SharedElements,
 )
 from rollwright.data.replay_buffers.storages.storage import Storage, check_number
 from rollwright.data.transcript import Transcript
@@ -98,7 +98,7 @@ class RaggedStorage(Storage):
                 f"chunk_bytes: expected a multiple of 8, at least {_LEAST_CHUNK_BYTES}, got {chunk_bytes}. Leave it "
                 "out for 4 MiB."
             )
-        self._rows: EncodedRows = PrivateRows(self.max_size)
+        self._rows: ElementMemory = PrivateElements(self.max_size)
         self._decoder = Decoder()
         self._written = _Written()
 
@@ -130,8 +130,8 @@ class RaggedStorage(Storage):
             raise ValueError("shared: expected a storage with a max_size, got None. Pass RaggedStorage(max_size).")
         with self.ledger.standing_still():
             if not self.shared:  # else another thread was faster
-                shared = SharedRows(self.max_size, self.chunk_bytes)
-                shared.take_over(cast(PrivateRows, self._rows))
+                shared = SharedElements(self.max_size, self.chunk_bytes)
+                shared.take_over(cast(PrivateElements, self._rows))
                 self._rows, self._written = shared, _Written()
 
     # Writing ----------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class RaggedStorage(Storage):
 
     @staticmethod
     def _saved_rows(state: Mapping[str, Any]) -> tuple[Sequence[Any], list[int], int]:
-        """Rows of a state, which each one refers to, and how many are in no row, see :meth:`EncodedRows.load`."""
+        """Rows of a state, which each one refers to, and how many are in no row, see :meth:`ElementMemory.load`."""
         found = state["elements"]
         rows: Sequence[Any] = ()
         parents, hidden = list[int](), 0
@@ -309,7 +309,7 @@ class _Written:
             weakref.WeakKeyDictionary()
         )
 
-    def append(self, rows: EncodedRows, items: Sequence[Any], skipped: int) -> Reservation:
+    def append(self, rows: ElementMemory, items: Sequence[Any], skipped: int) -> Reservation:
         """Encode and write items."""
         try:
             return self._append(rows, items, skipped)
@@ -317,7 +317,7 @@ class _Written:
             self._known.clear()
             return self._append(rows, items, skipped)
 
-    def _append(self, rows: EncodedRows, items: Sequence[Any], skipped: int) -> Reservation:
+    def _append(self, rows: ElementMemory, items: Sequence[Any], skipped: int) -> Reservation:
         elements, parents = list[Encoded](), list[Parent]()
         now: dict[Transcript, tuple[tuple[int, int, int], int]] = {}
         for number, item in enumerate(items):

@@ -21,7 +21,7 @@ _ALIGNMENT, _LEAST_LENGTH = 8, 1 << 24
 _NOWHERE = -1
 
 Bytes = Encoded | bytes | bytearray | memoryview
-Parent = int | Any | None  # see EncodedRows
+Parent = int | Any | None  # see ElementMemory
 Appended = tuple[Reservation, Sequence[Any]]
 LINK = ("_transcript", "link")  # entry that holds the place of the element which one refers to
 
@@ -47,7 +47,7 @@ class Found(NamedTuple):
 _NONE = Found(-1, b"")
 
 
-class EncodedRows(ABC):
+class ElementMemory(ABC):
     """Rows of bytes, and their ledger.
 
     An element may refer to one that was written before, which is then kept as long as it is: ``parents`` say which, by
@@ -129,7 +129,7 @@ class EncodedRows(ABC):
         """Memory taken for elements."""
 
 
-class PrivateRows(EncodedRows):
+class PrivateElements(ElementMemory):
     """Memory of this process: an object of bytes for each row."""
 
     def __init__(self, capacity: int) -> None:
@@ -215,7 +215,7 @@ def _written(element: Bytes) -> bytearray:
     return memory
 
 
-class SharedRows(EncodedRows):
+class SharedElements(ElementMemory):
     """Memory that processes share: a table of rows, and a log of their bytes in chunks.
 
     One file without a name holds all: a page of numbers, the ledger, the table (the place of each row's bytes, int64),
@@ -261,10 +261,10 @@ class SharedRows(EncodedRows):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._connect(state["file"], state["lock"], state["capacity"])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedRows:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedElements:
         return self  # it is what all copies share
 
-    def take_over(self, private: PrivateRows) -> None:
+    def take_over(self, private: PrivateElements) -> None:
         """Hold what other memory held; the ledger is the same object. For use while nobody writes."""
         low, high = private.ledger.live()
         self.load(low, *private.with_before([position % self._capacity for position in range(low, high)]))
@@ -474,7 +474,7 @@ class SharedRows(EncodedRows):
 class _Room:
     """Room for the elements of one write; see :class:`~rollwright.data.replay_buffers.ledger.ledger.Room`."""
 
-    def __init__(self, rows: SharedRows, lengths: list[int], parents: Sequence[Parent]) -> None:
+    def __init__(self, rows: SharedElements, lengths: list[int], parents: Sequence[Parent]) -> None:
         self._rows, self._lengths = rows, lengths
         self._parents = list(parents) or [None] * len(lengths)
         self.places: list[int] = []
