@@ -30,7 +30,7 @@ from rollwright.envs.llm import ChatEnv
 from rollwright.modules.llm.engine import Completion, Engine, Request, Sampling
 
 TURNS, NEW = 100, 40
-SHOWN = (1, 10, 50, 99)  # the last one begins another conversation, too
+SHOWN = (1, 10, 50, 99)  # the hundredth ends its conversation, and begins another one
 IN_PROCESS, STORED, WORKER = "in process", "into a ragged buffer", "from a worker"
 LIMIT_MS = {1: 0.5, 8: 0.3}
 
@@ -50,7 +50,7 @@ class InstantEngine(Engine):
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             seconds = {"queue": 0.0, "generation": 0.0}
-            parts = (self._tokens, self._log_probs, self._versions, FinishReason.STOP, seconds)
+            parts = (self._tokens.clone(), self._log_probs, self._versions, FinishReason.STOP, seconds)  # decoded anew
             self._over.append(Completion(request.key, *parts))
 
     def results(self, timeout: float | None = None) -> list[Completion]:
@@ -153,7 +153,7 @@ def measure(side: str, batch: int, rounds: int) -> dict[int, tuple[float, float]
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--rounds", type=int, default=8, help="conversations one after another")
+    add("--rounds", type=int, default=20, help="conversations one after another")
     add("--quick", action="store_true", help="see that everything runs: batch 1, 1 round")
     add("--out", type=Path, default=report.RESULTS, metavar="DIR")
     arguments = parser.parse_args(argv)

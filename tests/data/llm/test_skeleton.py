@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.llm_models import END, TEMPLATES, tokenizer
 
-from rollwright.data.llm import ChatTemplate, TokenChain
+from rollwright.data.llm import ChatTemplate, TokenChain, skeleton
 from rollwright.data.llm.verbatim import written_verbatim
 
 pytestmark = pytest.mark.llm
@@ -113,3 +113,36 @@ def test_a_template_is_not_rendered_for_shapes_that_are_known(monkeypatch: pytes
             chain.answer(torch.tensor(backend(f"answer {number} {turn}<|im_end|>").input_ids))
             chain.follow([{"role": "tool", "content": f"result {number} {turn}"}])
         assert len(rendered) == 4 + number  # for the first conversation each turn, for each one its opening
+
+
+def test_many_shapes_are_forgotten_together_and_learned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skeleton, "_MOST_CHATS", 8)
+    backend = tokenizer("qwen")
+    template = ChatTemplate(backend)
+    chain, fresh = (TokenChain(backend, each) for each in (template, ChatTemplate(backend)))
+    fresh._template.skeletons._verbatim = None  # type: ignore[union-attr]
+    for number in range(4):
+        for each in (chain, fresh):
+            each.open([{"role": "user", "content": "?"}])
+            for turn in range(3):
+                each.answer(torch.tensor(backend(f"answer {turn}<|im_end|>").input_ids))
+                each.follow([{"role": "tool" if (number >> turn) & 1 else "user", "content": "and?"}])
+        assert chain.tokens.tolist() == fresh.tokens.tolist()
+        assert 0 < len(template.skeletons._chats) <= 8
+    assert template.skeletons._forms
+
+
+def test_the_number_of_a_chat_takes_the_same_work_however_long_it_is() -> None:
+    backend = tokenizer("qwen")
+    template = ChatTemplate(backend)
+    shaped: list[Any] = []
+    shape = template.skeletons._shape
+    template.skeletons._shape = lambda message: shaped.append(message) or shape(message)  # type: ignore[method-assign]
+    chain = TokenChain(backend, template)
+    for _ in range(2):
+        chain.open([{"role": "user", "content": "?"}])
+        for _ in range(20):
+            shaped.clear()
+            chain.answer(torch.tensor(backend("answer<|im_end|>").input_ids))
+            chain.follow([{"role": "user", "content": "and?"}])
+            assert len(shaped) <= 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import pickle
 import threading
@@ -902,3 +903,33 @@ def test_answers_where_none_is_due_are_an_error(make: Any) -> None:
     with pytest.raises(EnvError, match="slot 0 has an answer"):
         conversations.submit({0: answer("a")})
     assert conversations.outcomes(None) == {}
+
+
+def test_messages_are_copied_once_for_an_environment_however_many_turns_follow(make: Any) -> None:
+    seen: list[list[Any]] = []
+
+    class User:
+        def __init__(self, row: Any) -> None: ...
+
+        def reply(self, messages: Any) -> Any:
+            seen.append(list(messages))
+            messages[0]["content"] = "changed"
+            messages.clear()
+            return "go on", 0.0, False
+
+    conversations = make(dialogue=Dialogue(User))
+    begin(conversations)
+    for number in range(4):
+        ask(conversations, f"answer {number}")
+    conversations.rewrite(0, [{"role": "user", "content": "another"}, *conversations._talks[0].messages[1:]])
+    ask(conversations, "last")
+    assert [len(messages) for messages in seen] == [2, 4, 6, 8, 10]
+    for earlier, later in itertools.pairwise(seen[:4]):
+        assert all(one is other for one, other in zip(earlier, later, strict=False))
+    assert seen[4][0] is not seen[3][0]
+    assert [message["content"] for message in conversations._talks[0].messages[1:4]] == [
+        "answer 0",
+        "go on",
+        "answer 1",
+    ]
+    assert conversations._talks[0].messages[0]["content"] == "another"

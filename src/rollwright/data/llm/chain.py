@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -12,9 +13,9 @@ import torch
 from rollwright.data.llm.chat_template import ChatTemplate
 from rollwright.data.llm.codec import Codec
 from rollwright.data.llm.content import plain_messages
-from rollwright.data.llm.skeleton import Between, Shape
+from rollwright.data.llm.skeleton import Between
 from rollwright.data.llm.turns import FinishReason, Message
-from rollwright.data.transcript import Part, Transcript
+from rollwright.data.transcript import Part, Text, Transcript
 
 _ANSWER = "\ue000answer\ue001"  # stands where the model's answer would, to find what the template writes behind it
 
@@ -91,8 +92,9 @@ class TokenChain:
         self.transcript = Transcript.reserved(self._reserve)
         self._num_prompt = 0
         self._protected: list[Message] = []  # what is rendered
-        self._shapes: list[Shape | None] = []
-        self._rendered = ""  # the last prompt as the template wrote it
+        self._chat: int | None = 0  # its number, see Skeletons.number
+        self._numbered = 0  # how many of its messages that is of
+        self._rendered: list[str] = []  # the last prompt as the template wrote it, in pieces
         self._answered = False
         self._cut = False  # the answer has no end
         self._last: tuple[torch.Tensor, tuple[str, str]] | None = None  # decoded last
@@ -160,8 +162,7 @@ class TokenChain:
         else:
             self.messages = plain_messages(prompt)
             self._protected = list(self._template.codec.protect(self.messages))
-            self._rendered = self._template.render(self._protected)
-            self._append(self._template.codec.encode(self._rendered), Codec.plain(self._rendered))
+            self._write(self._template, self._template.render(self._protected))
         if not self.transcript.size:
             raise ValueError(
                 "the prompt of a conversation must have at least one token; got none; take empty rows out of the "
@@ -245,7 +246,7 @@ class TokenChain:
             "num_prompt": self._num_prompt,
             "messages": Part(self.messages, len(self.messages)),
             "protected": Part(self._protected, len(self._protected)),
-            "rendered": self._rendered,
+            "rendered": Text(self._rendered, len(self._rendered)),
             "answered": self._answered,
             "cut": self._cut,
             "text": mark.text,
@@ -260,7 +261,7 @@ class TokenChain:
         self._num_prompt = int(state_dict["num_prompt"])
         self.messages = list(state_dict["messages"])
         self._protected = list(state_dict["protected"])
-        self._rendered = state_dict["rendered"]
+        self._rendered = [str(state_dict["rendered"])]
         self._answered = bool(state_dict["answered"])
         self._cut = bool(state_dict["cut"])
         self.sequence = int(state_dict["sequence"])
@@ -273,15 +274,16 @@ class TokenChain:
         following = template.codec.protect(messages)
         self.messages.extend(messages)
         self._protected.extend(following)
-        self._shapes.extend(map(template.skeletons.shape, self._protected[len(self._shapes) :]))
-        known = template.skeletons.between(self._shapes, self._protected, place)
+        self._chat = functools.reduce(template.skeletons.number, self._protected[self._numbered :], self._chat)
+        self._numbered = len(self._protected)
+        known = template.skeletons.between(self._chat, self._protected, place)
         if known is None:
             between = self._rendered_between(template, place, parsed)
         elif known.unchanged or self.rewritten or self._history == "keep":
             between = known.text
             self.rewritten |= not known.unchanged
             if not self.rewritten:
-                self._rendered += self._protected[place]["content"] + between
+                self._rendered += self._protected[place]["content"], between
         else:
             between = None
         if between is None:
@@ -293,18 +295,18 @@ class TokenChain:
         """The same, rendered; None: a new sequence begins."""
         whole = self._protected
         if not self.rewritten:
-            expected = self._rendered + whole[place]["content"]
+            expected = "".join([*self._rendered, whole[place]["content"]])
             rendered = self._try(template, whole)
             if rendered is not None and rendered.startswith(expected):
-                self._rendered = rendered
+                self._rendered = [rendered]
                 between = Between(rendered[len(expected) :], True)
-                template.skeletons.learn(self._shapes, whole, place, between)
+                template.skeletons.learn(self._chat, whole, place, between)
                 return between.text
             if rendered is not None and self._history == "rewrite":
                 return None
             self.rewritten = True
         between = Between(_between(template, whole, place, parsed), False)
-        template.skeletons.learn(self._shapes, whole, place, between)
+        template.skeletons.learn(self._chat, whole, place, between)
         return between.text
 
     @staticmethod
@@ -327,9 +329,13 @@ class TokenChain:
     def _rewrite(self, template: ChatTemplate, rendered: str) -> None:
         before, self.transcript = self.transcript, Transcript.reserved(self._reserve)
         self.transcript.messages.extend(before.messages)
-        self._append(template.codec.encode(rendered), Codec.plain(rendered))
-        self._rendered = rendered
+        self._write(template, rendered)
         self.sequence += 1
+
+    def _write(self, template: ChatTemplate, rendered: str) -> None:
+        """Append a prompt as the template wrote it."""
+        self._append(template.codec.encode(rendered), Codec.plain(rendered))
+        self._rendered = [rendered]
 
     def _decoded(self, tokens: torch.Tensor) -> tuple[str, str]:
         """The text of an answer with the token that ended it, and without; that of the last one is kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from rollwright.data.llm.verbatim import Verbatim
 
 _SPACE = "\u2003"  # white space that no template writes itself: shows where a text is stripped
 _STAND_IN = re.compile(f"({_SPACE}?)\ue000(\\d+)\ue001({_SPACE}?)")
-_MOST_SHAPES = 512
+_MOST_CHATS = 16_384
 _LONGEST_REST = 200  # characters
 
 Shape = tuple[Any, ...]
@@ -47,9 +48,29 @@ class Skeletons:
         self._render = render
         self._source = source
         self._verbatim = verbatim
-        self._forms: dict[Shape, _Form] = {}
+        self._chats: dict[tuple[int, Shape], int] = {}  # numbers of chats, by that of the chat before the last message
+        self._numbers = itertools.count(1)  # none comes twice: chats in progress may have one that was forgotten
+        self._forms: dict[tuple[int, int], _Form] = {}  # by place of the answer, and number of the chat
 
-    def shape(self, message: Message) -> Shape | None:
+    def number(self, before: int | None, message: Message) -> int | None:
+        """The number of all chats of the same shapes; None: nothing is remembered of them.
+
+        Args:
+            before: of the chat without its last message; 0: there is no other one.
+            message: the last one.
+        """
+        shape = None if before is None else self._shape(message)
+        if before is None or shape is None:
+            return None
+        number = self._chats.get((before, shape))
+        if number is None:
+            if len(self._chats) >= _MOST_CHATS:
+                self._chats.clear()
+                self._forms.clear()
+            number = self._chats[before, shape] = next(self._numbers)
+        return number
+
+    def _shape(self, message: Message) -> Shape | None:
         """All of a message but its text; None: nothing is remembered of it."""
         content = message.get("content")
         if self._verbatim is None or not isinstance(content, str) or not self._verbatim.holds(content):
@@ -60,34 +81,34 @@ class Skeletons:
         described = repr(sorted(rest))
         return (described,) if len(described) <= _LONGEST_REST else None
 
-    def between(self, shapes: Sequence[Shape | None], messages: Sequence[Message], place: int) -> Between | None:
+    def between(self, number: int | None, messages: Sequence[Message], place: int) -> Between | None:
         """What the template writes behind the answer ``messages[place]``; None: it must be rendered.
 
         Args:
-            shapes: of all messages.
+            number: of the chat.
             messages: the conversation so far and what follows the answer.
             place: of the answer.
         """
-        form = self._forms.get((place, *shapes))
+        form = None if number is None else self._forms.get((place, number))
         return None if form is None else _filled(form, messages, place)
 
-    def learn(self, shapes: Sequence[Shape | None], messages: Sequence[Message], place: int, between: Between) -> None:
+    def learn(self, number: int | None, messages: Sequence[Message], place: int, between: Between) -> None:
         """Remember the shape of a conversation, whose rendering is known.
 
         Args:
-            shapes: of all messages.
+            number: of the chat.
             messages: the conversation so far and what follows the answer.
             place: of the answer.
             between: what the template wrote; ``unchanged`` is False where an earlier answer was changed, too.
         """
-        if self._verbatim is None or None in shapes:
+        if self._verbatim is None or number is None:
             return
         form = self._form(messages, place)
         filled = None if form is None else _filled(form, messages, place)
         # An earlier turn of the conversation may have been changed, which says nothing of this shape.
         same = filled is not None and filled.text == between.text and filled.unchanged >= between.unchanged
-        if form is not None and same and len(self._forms) < _MOST_SHAPES:
-            self._forms[(place, *shapes)] = form
+        if form is not None and same:
+            self._forms[place, number] = form
         else:
             self._verbatim = None
             self._forms.clear()

@@ -289,8 +289,7 @@ class DatasetConversations(Conversations):
         if self.dialogue.opens:
             self._ask_environment(slot, talk, talk.environment.respond, answer)
         else:
-            messages = [dict(message) for message in talk.messages]
-            self._ask_environment(slot, talk, talk.environment.reply, messages)
+            self._ask_environment(slot, talk, talk.environment.reply, talk.shown())
 
     # Tools ------------------------------------------------------------------------------------------
 

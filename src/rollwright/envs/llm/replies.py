@@ -39,7 +39,8 @@ class Environment(Protocol):
         """Follow the last message, an answer of the model.
 
         Args:
-            messages: of the conversation so far; with texts or tokens as prompts, of what followed the prompt.
+            messages: of the conversation so far; with texts or tokens as prompts, of what followed the prompt. The list
+                is a copy. So is each message, one for all turns: what a reply changes in it, later replies see.
 
         Returns:
             Messages (a string is one of a user, a mapping one message), the reward of the turn (a number, or float32

@@ -54,6 +54,7 @@ class Talk:
         self._token_ids: list[int] = []
         self._sessions: dict[str, ToolSession] = {}
         self._stateful: set[str] = set()
+        self._shown: tuple[list[Message], list[Message], list[Message]] = [], [], []  # a list, its messages, copies
 
     @property
     def begun(self) -> bool:
@@ -78,6 +79,18 @@ class Talk:
         self.messages.append(answer.message)
         self.num_answered = len(answer.tokens)
         self._token_ids += answer.tokens.tolist()
+
+    def shown(self) -> list[Message]:
+        """The messages for the environment, in a list of its own: one copy of each, which it gets at each turn."""
+        whole, originals, copies = self._shown
+        if whole is not self.messages:
+            whole, originals, copies = self._shown = self.messages, [], []
+        while originals and originals[-1] is not whole[len(originals) - 1]:  # of another answer, or what was made of it
+            del originals[-1], copies[-1]
+        new = whole[len(originals) :]
+        originals += new
+        copies += [dict(message) for message in new]
+        return copies.copy()
 
     def take_calls(self, text: str, parsed: ParsedAnswer) -> None:
         """Note the calls of the answer, and write those that can be read into its message; others stay in its text."""
