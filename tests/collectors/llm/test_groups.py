@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
 import numpy as np
 import pytest
 from tests.collectors.llm.fakes import FakeEngine, FakeEnv, FakePolicy
-from tests.collectors.llm.shares import turns
+from tests.collectors.llm.shares import buffer, kill_one, turns
+from tests.collectors.llm.shares import make as make_shared
 from tests.collectors.llm.test_failures import BAD
 from tests.collectors.llm.test_failures import make as make_failing
 from tests.collectors.llm.test_resume import copied
@@ -252,3 +254,43 @@ def test_nobody_is_left_out_for_being_slow(async_envs):
     assert p_value(delivered, admitted) > 0.01
     fast = sorted(admitted)[: len(delivered)]
     assert p_value(fast, admitted) < 0.01  # the test sees it
+
+
+# Groups of workers that are killed ------------------------------------------------------------------
+
+SHARED = {"env": {"prompts": 24, "repeats": 3}, "groups_per_batch": 2, "keep_group": even}
+KEPT = [(number, 0, repeat) for number in range(0, 24, 2) for repeat in range(3)]
+
+
+@pytest.mark.filterwarnings("ignore:.*It is replaced", "ignore:.*ends without a batch")
+@pytest.mark.parametrize("stored", [False, True])
+def test_groups_of_killed_workers_are_delivered_or_counted_once(stored):
+    draw, killed, found = random.Random(5), 0, []
+    options = {"replay_buffer": buffer()} if stored else {}
+    with make_shared(2, delay_s=0.002, **SHARED, **options) as collector:
+        for batch in collector:
+            found += [] if batch is None else groups_of(batch)
+            if killed < 3:
+                killed += kill_one(collector, draw)
+        stats = collector.stats()
+    if stored:
+        found = groups_of(options["replay_buffer"][:])
+    assert killed == 3
+    assert sorted(found) == KEPT
+    assert stats["groups_filtered"] == {"odd prompt": 12}
+    assert stats["conversations_unfinished"] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*ends without a batch")
+@pytest.mark.parametrize("counts", [(2, 2), (2, 3), (2, 1)])
+def test_groups_are_delivered_or_counted_once_when_workers_go_on_from_a_state(counts):
+    with make_shared(counts[0], **SHARED) as collector:
+        found = [name for _ in range(2) for name in groups_of(collector.next())]
+        state = copied(collector.state_dict())
+    with make_shared(counts[1], **SHARED) as collector:
+        collector.load_state_dict(state)
+        found += [name for batch in collector for name in groups_of(batch)]
+        stats = collector.stats()
+    assert sorted(found) == KEPT
+    assert stats["groups_filtered"] == {"odd prompt": 12}
+    assert stats["conversations_unfinished"] == []

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
-from rollwright._keys import NestedKey
 from rollwright.collectors.core import DataCursor
 from rollwright.collectors.delivery.rows import HeldBatch, RowRange, concatenate, copied
 from rollwright.collectors.rollout.paths.conversations.pool import is_pool_of_conversations
 from rollwright.collectors.rollout.paths.stages import IDS
+from rollwright.data.llm.records import origins_in
 from rollwright.data.llm.turns import Origin
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
@@ -317,9 +317,6 @@ def _renamed(td: TensorDictBase, name: int) -> TensorDictBase:
     return td.copy().set(IDS, torch.full_like(cast(torch.Tensor, td.get(IDS)), name))
 
 
-_ORIGIN: tuple[NestedKey, ...] = ("prompt_index", "epoch", "repeat", "group_id")
-
-
 def group_sizes(env: EnvBase, cursor: DataCursor) -> Callable[[Origin], int]:
     """How many conversations the group has that a conversation from somewhere belongs to, without those that failed.
 
@@ -459,6 +456,4 @@ def oldest_version(found: Trajectory) -> int:
 def origin_of(found: Trajectory) -> Origin:
     """Where a conversation comes from, as its first frame says; the seed is not among that."""
     piece = found.pieces[0]
-    first = piece.frames.rows(piece.start, piece.start + 1)
-    index, epoch, repeat, group = (int(cast(Any, first.get(key)).reshape(-1)[0]) for key in _ORIGIN)
-    return Origin(index, epoch, repeat, group, 0)
+    return origins_in(piece.frames.rows(piece.start, piece.start + 1))[0]

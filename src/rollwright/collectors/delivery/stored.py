@@ -20,9 +20,9 @@ from rollwright.collectors.delivery.rows import RowRange, common_keys, copied
 from rollwright.collectors.delivery.storage_memory import StorageMemory
 from rollwright.collectors.delivery_options import buffer_of, draws_slices, stats_of_buffer, storage_ndim
 from rollwright.collectors.profiling import Profile
-from rollwright.collectors.rollout.paths.conversations.pool_notes import opening_of
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import placed, td_from, td_state
+from rollwright.data.llm.records import origins_in
 from rollwright.data.replay_buffers import ReplayBuffer, SampleToInsertRatio
 from rollwright.data.replay_buffers.samplers.slices import FLAG_DTYPES
 from rollwright.data.replay_buffers.storages.batches import no_objects
@@ -115,7 +115,7 @@ class Stored(RolloutDelivery):
         stats = {**super().stats(), **stats_of_buffer(self._buffer), **limits}
         stats["waiting_for"] = stats["waiting_for"] or getattr(self._buffer, "waiting_for", None)
         if self._rest and "conversations_unfinished" in stats:
-            names = [*stats["conversations_unfinished"], *(opening_of(turn).draw.origin.name for turn in self._rest)]
+            names = [*stats["conversations_unfinished"], *(origins_in(turn)[0].name for turn in self._rest)]
             stats |= {"undelivered": len(self._rest), "conversations_unfinished": list(dict.fromkeys(names))}
         return stats
 

@@ -29,7 +29,8 @@ from rollwright.collectors.reports.statistics import CollectorStats
 from rollwright.collectors.rollout.state import td_from
 from rollwright.collectors.workers.options import WorkerOptions
 from rollwright.collectors.workers.stats import select_workers
-from rollwright.data.llm.turns import Origin, Version
+from rollwright.data.llm.records import origins_in
+from rollwright.data.llm.turns import Version
 from rollwright.errors import WorkerError
 
 
@@ -135,7 +136,7 @@ class MultiLLMCollector(MultiCollector):
         Complete conversations that no batch was made of yet count as undelivered.
         """
         found, backlog = cast("dict[str, Any]", super().stats()), self._backlog
-        held = dict.fromkeys(origin for turns in self._schedule.trajectories_held for origin in _origins(turns))
+        held = dict.fromkeys(origin for turns in self._schedule.trajectories_held for origin in origins_in(turns))
         if held:
             found["conversations_undelivered"] += len(held)
             names = [origin.name for origin in held]
@@ -194,13 +195,6 @@ class MultiLLMCollector(MultiCollector):
         self._calls.in_all("change_options", **changes)
         self.options = self.options.override(**changes)
         self._group.change_options(**changes)
-
-
-def _origins(turns: TensorDictBase) -> list[Origin]:
-    """Where conversations come from, each once."""
-    columns = [turns.get(key).reshape(-1).tolist() for key in ("prompt_index", "epoch", "repeat", "group_id")]
-    places = dict.fromkeys(zip(*columns, strict=True))
-    return [Origin(index, epoch, repeat, group, 0) for index, epoch, repeat, group in places]
 
 
 def _check_for_workers(options: LLMOptions) -> None:

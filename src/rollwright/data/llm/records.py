@@ -8,12 +8,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright.data.entries import MadeEntries, unchecked_td
 from rollwright.data.llm.history import ChatHistory, History, message_columns
-from rollwright.data.llm.turns import Turn
+from rollwright.data.llm.turns import Origin, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,14 @@ def stack_records(table: Sequence[Sequence[TensorDict]]) -> LazyStackedTensorDic
     """Records ``[rows][turns]`` as a lazy stack ``[rows, turns]``, stacked along turns."""
     columns = [LazyStackedTensorDict(*column, stack_dim=0) for column in zip(*table, strict=True)]
     return LazyStackedTensorDict(*columns, stack_dim=1)
+
+
+def origins_in(records: TensorDictBase, seed: int = 0) -> list[Origin]:
+    """Where the conversations of records come from, one for each; the seed is not among their entries."""
+    keys = ("prompt_index", "epoch", "repeat", "group_id")
+    columns: list[list[int]] = [records.get(key).reshape(-1).tolist() for key in keys]
+    rows = zip(*columns, strict=True)
+    return [Origin(index, epoch, repeat, group, seed) for index, epoch, repeat, group in rows]
 
 
 def empty_record(like: TensorDict) -> TensorDict:

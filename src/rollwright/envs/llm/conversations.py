@@ -12,19 +12,17 @@ from typing import Any, cast
 import torch
 
 from rollwright._warnings import warn_user
-from rollwright.data.llm.turns import FinishReason, Message, Origin
+from rollwright.data.llm.turns import FinishReason, Message
 from rollwright.data.specs import Composite
 from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome, PromptSource
-from rollwright.envs.llm.jobs import Finished, Jobs, Lane, ThreadLane
+from rollwright.envs.llm.jobs import Finished, Jobs, ThreadLane
 from rollwright.envs.llm.opening import PromptFormat
-from rollwright.envs.llm.replies import Dialogue, as_reply
+from rollwright.envs.llm.replies import Dialogue, reply_of
 from rollwright.envs.llm.rewards import Reward, as_rewards, place
-from rollwright.envs.llm.talk import Step, Talk, reward_key
-from rollwright.envs.llm.tools.toolset import Toolset, as_toolset, call_of
+from rollwright.envs.llm.talk import RewardCalls, Step, Talk, reward_key
+from rollwright.envs.llm.tools.calls import ToolCalls
+from rollwright.envs.llm.tools.toolset import Toolset, as_toolset
 from rollwright.errors import EnvError
-
-_MOST_CALLS = 16  # of tools, side by side, for each conversation
-_METHOD = {False: "reply", True: "respond"}  # of an environment, by whether it writes the first messages
 
 
 class DatasetConversations(Conversations):
@@ -114,15 +112,19 @@ class DatasetConversations(Conversations):
         self.on_wait = None
         self._talks: dict[int, Talk] = {}
         self._ready: dict[int, Outcome] = {}
-        self._groups: dict[int, list[tuple[int, Talk]]] = {}  # that ended, and wait for the rest of their group
-        self._dropped: dict[int, int] = {}  # of a group that is not complete
         self._jobs = Jobs()
         self._ends: deque[Finished] = deque()
-        self._for_rewards = ThreadLane(1)
         self._for_replies = ThreadLane(self.num_slots)
-        self._for_tools = ThreadLane(_MOST_CALLS * self.num_slots)
-        self._to_reward: list[list[tuple[int, Talk]]] = [[] for _ in self.rewards]  # that ended, by reward function
-        self._lanes: list[Lane] = [reward.lane(self._for_rewards) for reward in self.rewards]
+        self._calling = ToolCalls(self.tools, self._jobs, self.num_slots, self._goes_on)
+        self._rewarding = RewardCalls(
+            self.rewards,
+            self._jobs,
+            lambda origin: self.source.group_size(origin),
+            lambda talk: talk.sample(self.prompts.mode),
+            waits=self._waits,
+            reporting=self._reporting,
+            end=self._end,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._talks:
@@ -130,16 +132,7 @@ class DatasetConversations(Conversations):
                 "conversations: some are in progress and cannot be sent to another process. Send the environment "
                 "before its first reset, or a function that makes it."
             )
-        made_in_begin = {
-            "on_wait",
-            "_jobs",
-            "_ends",
-            "_to_reward",
-            "_for_rewards",
-            "_for_replies",
-            "_for_tools",
-            "_lanes",
-        }
+        made_in_begin = {"on_wait", "_jobs", "_ends", "_for_replies", "_calling", "_rewarding"}
         return {name: value for name, value in self.__dict__.items() if name not in made_in_begin}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -164,7 +157,7 @@ class DatasetConversations(Conversations):
         return opening
 
     def _begin_talk(self, slot: int, opening: Opening, state: Mapping[str, Any] | None = None) -> Talk:
-        talk = self._talks[slot] = self._talk(opening)
+        talk = self._talks[slot] = Talk(opening, self.dialogue.environment_of(opening), self._extras(opening))
         if state:
             talk.load(copy.deepcopy(dict(state)))
         elif self.dialogue.opens:  # its first messages are an outcome
@@ -176,43 +169,13 @@ class DatasetConversations(Conversations):
         limit_s = self.dialogue.timeout_s
         self._jobs.start(Step("reply", slot, talk), self._for_replies, function, (argument,), limit_s=limit_s)
 
-    def _talk(self, opening: Opening) -> Talk:
-        make = self.dialogue.environment
-        try:
-            environment = None if make is None else make(opening.draw.row)
-        except Exception as error:
-            raise EnvError(
-                f"{place(opening.draw.origin)}: the environment raised {type(error).__name__} when it was made from "
-                f"its row: {error}. Correct the class, or the row."
-            ) from error
-        if environment is not None and not callable(getattr(environment, _METHOD[self.dialogue.opens], None)):
-            raise EnvError(
-                f"{place(opening.draw.origin)}: the environment {type(environment).__name__} has no method reply. "
-                "Write reply(self, messages), which returns messages, reward and whether it is over."
-            )
-        return Talk(opening, environment, self._extras(opening))
-
     def _extras(self, opening: Opening) -> dict[Any, Any]:
         """What records of a conversation have of its row, and of rewards that are to come."""
-        found: dict[Any, Any] = {("columns", name): self.column(opening, name, "columns") for name in self.columns}
+        found: dict[Any, Any] = {("columns", name): opening.column(name, "columns") for name in self.columns}
         if self.primers is not None:
             for key in self.primers.keys(True, True):
-                found[key] = self.primers[key].encode(self.column(opening, str(key), "primers"))
+                found[key] = self.primers[key].encode(opening.column(str(key), "primers"))
         return found | {reward_key(reward.name): torch.zeros(1) for reward in self.rewards}
-
-    @staticmethod
-    def column(opening: Opening, name: str, argument: str) -> Any:
-        """The value of a column in the row of a conversation.
-
-        Raises:
-            EnvError: there is no such column; names the argument that asks for it.
-        """
-        row = opening.draw.row
-        if name not in row:
-            raise EnvError(
-                f"{argument}: the row has no column {name!r}; it has {sorted(map(str, row))}. Correct the key."
-            )
-        return row[name]
 
     def _drop(self, slot: int) -> None:
         talk = self._talks.pop(slot, None)
@@ -223,11 +186,7 @@ class DatasetConversations(Conversations):
         talk.close()
         if talk.over and talk.outcome.error is None:
             return
-        if any(reward.per == "group" for reward in self.rewards):
-            group = talk.origin.group
-            self._groups[group] = [item for item in self._groups.get(group, []) if item[1] is not talk]
-            self._dropped[group] = self._dropped.get(group, 0) + 1
-            self._complete(talk.origin)
+        self._rewarding.drop(talk)
 
     def submit(self, answers: Mapping[int, Answer]) -> None:
         """See :meth:`Conversations.submit`."""
@@ -239,7 +198,7 @@ class DatasetConversations(Conversations):
             talk.answered(answer)
             with self._reporting([(slot, talk)]):
                 self._follow(slot, talk, answer)
-        self._ask_waiting()
+        self._rewarding.ask_waiting()
 
     @contextmanager
     def _reporting(self, members: Sequence[tuple[int, Talk]]) -> Iterator[None]:
@@ -254,8 +213,7 @@ class DatasetConversations(Conversations):
     def _fail(self, slot: int, talk: Talk, error: EnvError) -> None:
         """A conversation has failed; its group waits for it until its slot has another one."""
         self._jobs.forget(lambda key: isinstance(key, Step) and key.talk is talk)
-        if (waiting := self._groups.get(talk.origin.group)) is not None:
-            self._groups[talk.origin.group] = [item for item in waiting if item[1] is not talk]
+        self._rewarding.leave(talk)
         talk.outcome = Outcome(seconds=talk.outcome.seconds, error=error)
         talk.over = True
         self._ready[slot] = talk.outcome
@@ -276,7 +234,7 @@ class DatasetConversations(Conversations):
                     self._finish(slot, talk)
                     return
                 talk.rounds += 1
-                self._make_calls(slot, talk, toolset)
+                self._calling.make(slot, talk)
                 return
         if talk.environment is None and self.dialogue.goes_on:
             self._goes_on(slot, talk)
@@ -291,74 +249,13 @@ class DatasetConversations(Conversations):
         else:
             self._ask_environment(slot, talk, talk.environment.reply, talk.shown())
 
-    # Tools ------------------------------------------------------------------------------------------
-
-    def _make_calls(self, slot: int, talk: Talk, toolset: Toolset) -> None:
-        """Make the calls of the answer, side by side."""
-        for number, call in enumerate(talk.calls):
-            problem = toolset.problem(call)
-            if problem is None:
-                talk.make_call(number)
-            else:
-                self._tool_failed(talk, toolset, number, problem)
-        self._next_calls(slot, talk, toolset)
-
-    def _next_calls(self, slot: int, talk: Talk, toolset: Toolset) -> None:
-        """Begin the calls that can be; when all results are there, the model goes on."""
-        for number in talk.calls_to_begin(toolset.tools):
-            call = talk.calls[number]
-            tool = toolset.tools[call.name]
-            function = call_of(talk.session(tool).function)
-            step = Step("tool", slot, talk, number)
-            self._jobs.start(step, self._for_tools, function, (dict(call.arguments),), limit_s=tool.timeout_s)
-        if talk.take_results():
-            self._goes_on(slot, talk)
-
-    def _tool_failed(self, talk: Talk, toolset: Toolset, number: int, reason: str) -> None:
-        if toolset.on_error == "raise":
-            raise EnvError(
-                f"{place(talk.origin)}, turn {talk.turn}: the tool {talk.calls[number].name!r} failed: {reason}. "
-                "Correct the tool, or pass Toolset(..., on_error='message') to let the model read that."
-            )
-        talk.tool_result(number, toolset.content(f"Error: {reason}"))
-
-    def _tool_ended(self, step: Step, talk: Talk, end: Finished) -> None:
-        toolset = self.tools
-        assert toolset is not None
-        talk.spent("tool", end.seconds)
-        error: BaseException | None = end.error
-        if error is None:
-            try:
-                talk.tool_result(step.number, toolset.content(end.value))
-            except Exception as raised:  # of an object's text
-                error = raised
-        if isinstance(error, TimeoutError) and "took longer than" in str(error):
-            self._tool_failed(talk, toolset, step.number, str(error))
-        elif error is not None:
-            self._tool_failed(talk, toolset, step.number, f"{type(error).__name__}: {error}")
-        self._next_calls(step.slot, talk, toolset)
-
     # Environments and turns -------------------------------------------------------------------------
 
     def _replied(self, step: Step, talk: Talk, end: Finished) -> None:
         slot = step.slot
         talk.spent("tool", end.seconds)
         where = f"{place(talk.origin)}, turn {talk.turn}: the environment {type(talk.environment).__name__}"
-        if end.error is not None:
-            slow = isinstance(end.error, TimeoutError) and "took longer than" in str(end.error)
-            what = str(end.error) if slow else f"raised {type(end.error).__name__}: {end.error}"
-            wrong = "Correct it" if self.dialogue.opens else "Correct its method reply"
-            remedy = "Make it faster, or give it more time (reply_timeout_s=)" if slow else wrong
-            raise EnvError(f"{where} {what}. {remedy}.") from end.error
-        try:
-            reply = as_reply(end.value)
-        except ValueError as error:
-            raise EnvError(f"{where} {error}. Correct its method reply.") from None
-        if isinstance(reply.reward, torch.Tensor) and len(reply.reward) != talk.num_answered:
-            raise EnvError(
-                f"{where} returned {len(reply.reward)} rewards for the {talk.num_answered} tokens of the answer. "
-                "Return one number, or one for each token that was sampled."
-            )
+        reply = reply_of(end, where, talk.num_answered, opens=self.dialogue.opens)
         talk.outcome.reward = reply.reward
         if reply.response is not None:
             talk.messages[-1] = talk.outcome.response = reply.response
@@ -382,79 +279,14 @@ class DatasetConversations(Conversations):
     def _finish(self, slot: int, talk: Talk) -> None:
         """The conversation is over: ask for its rewards."""
         talk.end()
-        talk.rewards_left = len(self.rewards)
-        alone = [number for number, reward in enumerate(self.rewards) if reward.per == "conversation"]
-        for number in alone:
-            self._to_reward[number].append((slot, talk))
-        if len(alone) < len(self.rewards):
-            self._groups.setdefault(talk.origin.group, []).append((slot, talk))
-            self._complete(talk.origin)
-        if not self.rewards:
+        if self.rewards:
+            self._rewarding.finish(slot, talk)
+        else:
             self._end(slot, talk)
-
-    def _complete(self, origin: Origin) -> None:
-        """Ask for the rewards of a group, if all of it has ended or was dropped."""
-        group = origin.group
-        members = self._groups.get(group, [])
-        if len(members) + self._dropped.get(group, 0) < self.source.group_size(origin):
-            return
-        self._groups.pop(group, None)
-        self._dropped.pop(group, None)
-        members.sort(key=lambda item: item[1].origin.repeat)
-        for number, reward in enumerate(self.rewards):
-            if reward.per == "group" and members:
-                self._ask(number, members)
-
-    def _ask_waiting(self) -> None:
-        """Call reward functions for conversations that have ended meanwhile, as far as there is room."""
-        for number, members in enumerate(self._to_reward):
-            members = [(slot, talk) for slot, talk in members if self._waits(slot, talk)]
-            self._to_reward[number] = members
-            if not members:
-                continue
-            steps = (cast(Step, key) for key in self._jobs.in_progress)
-            running = sum(step.kind == "reward" and step.number == number for step in steps)
-            calls = self.rewards[number].calls(len(members), running)
-            for part in range(calls):
-                self._ask(number, members[part::calls])
-            if calls > 0:
-                self._to_reward[number] = []
-
-    def _ask(self, number: int, members: Sequence[tuple[int, Talk]]) -> None:
-        reward = self.rewards[number]
-        samples = [talk.sample(self.prompts.mode) for _, talk in members]
-        slot, talk = members[0]
-        alone = reward.per == "conversation" and len(members) == 1
-        step = Step("reward", slot, talk if alone else None, number, members, samples)
-        with self._reporting(members):
-            arguments = (reward.arguments(samples),)
-            self._jobs.start(step, self._lanes[number], reward.call(), arguments, limit_s=reward.timeout_s)
 
     def _waits(self, slot: int, talk: Talk) -> bool:
         """Whether a conversation waits for rewards; False: it was dropped, or has failed, meanwhile."""
         return self._talks.get(slot) is talk and not talk.over
-
-    def _rewarded(self, step: Step, end: Finished) -> None:
-        reward = self.rewards[step.number]
-        try:
-            if end.error is not None:
-                raise reward.raised(step.samples, end.error) from end.error
-            numbers = reward.values(end.value, step.samples)
-        except EnvError:
-            if reward.per == "group" or len(step.members) == 1:
-                raise
-            for member in step.members:  # so that the error is that of its conversation
-                if self._waits(*member):
-                    self._ask(step.number, [member])
-            return
-        for (slot, talk), number in zip(step.members, numbers, strict=True):
-            if not self._waits(slot, talk):
-                continue
-            talk.spent("reward", end.seconds)
-            talk.add_reward(reward.name, number, reward.weight)
-            talk.rewards_left -= 1
-            if not talk.rewards_left:
-                self._end(slot, talk)
 
     def _end(self, slot: int, talk: Talk) -> None:
         talk.over = True
@@ -483,11 +315,11 @@ class DatasetConversations(Conversations):
             step = cast(Step, end.key)
             if step.kind == "reward":
                 with self._reporting(step.members):
-                    self._rewarded(step, end)
+                    self._rewarding.rewarded(step, end)
             elif step.talk is not None and self._talks.get(step.slot) is step.talk:
                 with self._reporting([(step.slot, step.talk)]):
-                    (self._tool_ended if step.kind == "tool" else self._replied)(step, step.talk, end)
-        self._ask_waiting()
+                    (self._calling.ended if step.kind == "tool" else self._replied)(step, step.talk, end)
+        self._rewarding.ask_waiting()
         return took
 
     def _wait(self, timeout: float | None) -> list[Finished]:
@@ -533,7 +365,7 @@ class DatasetConversations(Conversations):
     @property
     def waiting(self) -> list[int]:
         """Slots whose conversation has ended and waits for the rest of its group."""
-        return sorted(slot for members in self._groups.values() for slot, _ in members)
+        return self._rewarding.waiting
 
     def cut(self, slot: int) -> bool:
         """See :meth:`Conversations.cut`."""
@@ -583,11 +415,8 @@ class DatasetConversations(Conversations):
         self._jobs.forget(lambda key: True)
         talks, self._talks = list(self._talks.values()), {}
         self._ready.clear()
-        self._groups.clear()
-        self._dropped.clear()
+        self._rewarding.clear()
         self._ends.clear()
-        for members in self._to_reward:
-            members.clear()
         errors = []
         for talk in talks:
             try:
@@ -603,8 +432,8 @@ class DatasetConversations(Conversations):
             EnvError: the environment of a conversation raised; all are closed.
         """
         errors = self._clear()
-        for lane in (*self._lanes, self._for_rewards, self._for_replies, self._for_tools):
-            lane.close()
+        for each in (self._rewarding, self._for_replies, self._calling):
+            each.close()
         self.dialogue.close()
         if errors:
             raise errors[0]

@@ -26,20 +26,12 @@ class PromptDraw:
     row: Mapping[str, Any]
 
 
-class PromptSource(ABC):
-    """Hands out prompts, and knows which of them were delivered.
+class DataPlace(ABC):
+    """The place in data of prompts: which of them were delivered.
 
     A group is the repeats of one prompt in one epoch. ``state_dict()`` is the place after the last delivery: what was
-    drawn and not delivered is drawn again by a source that loads it.
+    drawn and not delivered is drawn again from the place that loads it.
     """
-
-    @abstractmethod
-    def draw(self) -> PromptDraw:
-        """The next prompt.
-
-        Raises:
-            StopIteration: all epochs are over.
-        """
 
     @abstractmethod
     def delivered(self, origin: Origin) -> None:
@@ -52,16 +44,6 @@ class PromptSource(ABC):
     @abstractmethod
     def group_size(self, origin: Origin) -> int:
         """Conversations of the group of ``origin`` that were not delivered before the last load."""
-
-    def undelivered(self) -> Iterator[tuple[int, int]]:
-        """Group and repeat of all conversations that were not delivered, in the order of the data, without an end."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not know the order of its data. Implement undelivered()."
-        )
-
-    @abstractmethod
-    def shard(self, index: int, count: int) -> None:
-        """Hand out each ``count``-th group only, from ``index`` on; before the first draw."""
 
     def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
         """Places of ``count`` parts of the data, behind all that was delivered of the parts that it had before.
@@ -76,16 +58,41 @@ class PromptSource(ABC):
         raise ValueError(f"{type(self).__name__} does not divide its data anew. Implement divided().")
 
     @abstractmethod
-    def set_seed(self, seed: int) -> None:
-        """Shuffle by ``seed`` from the start of the data on, and give it to the origins; before the first draw."""
-
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """The place in the data."""
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027 - many take any
+        """Raise what :meth:`load_state_dict` would raise of a state of another make; nothing is changed."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a place in the data."""
+
+
+class PromptSource(DataPlace):
+    """Hands out prompts, and knows which of them were delivered."""
+
+    @abstractmethod
+    def draw(self) -> PromptDraw:
+        """The next prompt.
+
+        Raises:
+            StopIteration: all epochs are over.
+        """
+
+    def undelivered(self) -> Iterator[tuple[int, int]]:
+        """Group and repeat of all conversations that were not delivered, in the order of the data, without an end."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not know the order of its data. Implement undelivered()."
+        )
+
+    @abstractmethod
+    def shard(self, index: int, count: int) -> None:
+        """Hand out each ``count``-th group only, from ``index`` on; before the first draw."""
+
+    @abstractmethod
+    def set_seed(self, seed: int) -> None:
+        """Shuffle by ``seed`` from the start of the data on, and give it to the origins; before the first draw."""
 
 
 @dataclass(slots=True)
@@ -112,6 +119,19 @@ class Opening:
     def is_empty(self) -> bool:
         """Whether there is nothing that the model reads first."""
         return not self.messages and self.text is None and self.tokens is None
+
+    def column(self, name: str, argument: str) -> Any:
+        """The value of a column in the row of its prompt.
+
+        Raises:
+            EnvError: there is no such column; names the argument that asks for it.
+        """
+        row = self.draw.row
+        if name not in row:
+            raise EnvError(
+                f"{argument}: the row has no column {name!r}; it has {sorted(map(str, row))}. Correct the key."
+            )
+        return row[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,23 +204,16 @@ class Outcome:
     error: EnvError | None = None
 
 
-class Conversations(ABC):
-    """Conversations side by side, each in a slot, with unequal numbers of turns.
-
-    An environment (``LLMEnv``, ``ChatEnv``) is made of one, and a collector uses it without TensorDicts in between.
+class ConversationSlots(ABC):
+    """Conversations side by side, each in a slot, that can be begun, saved and loaded.
 
     Attributes:
         num_slots: conversations side by side.
-        source: hands out prompts.
-        template: arguments of the chat template, ``tools`` among them; None: prompts are texts or tokens as they are.
-        on_wait: to be called, where it is no None, before tools, environments and rewards are waited for, with the
-            conversations and their turns, and after that, with none: so that an error about a wait names them.
+        source: the place in the data of their prompts.
     """
 
     num_slots: int
-    source: PromptSource
-    template: Mapping[str, Any] | None
-    on_wait: Callable[[Sequence[tuple[Origin, int]]], None] | None = None
+    source: DataPlace
 
     @abstractmethod
     def open(self, slot: int) -> Opening:
@@ -211,6 +224,54 @@ class Conversations(ABC):
         Raises:
             StopIteration: the data is over.
         """
+
+    def takes(self, slot: int, opening: Opening) -> bool:
+        """Whether a conversation that begins again can do so in this slot."""
+        return True
+
+    @abstractmethod
+    def state(self, slot: int) -> dict[str, Any]:
+        """What the conversation of a slot needs to go on, beside its messages; between outcome and answer.
+
+        Raises:
+            EnvError: it cannot be saved, and why.
+        """
+
+    def ended_state(self, slot: int) -> dict[str, Any]:
+        """What a conversation needs that has ended and waits for others: once loaded, its outcome follows.
+
+        Raises:
+            EnvError: it cannot be saved, and why.
+        """
+        raise EnvError(f"slot {slot}: its outcome waits for other conversations, and {type(self).__name__} saves none.")
+
+    @abstractmethod
+    def load(self, slot: int, opening: Opening, messages: Sequence[Message], state: Mapping[str, Any]) -> None:
+        """Go on with a conversation that was saved; an empty ``state``: begin it again.
+
+        Raises:
+            EnvError: it cannot begin; its slot has none then.
+        """
+
+    def clear(self) -> None:  # noqa: B027 - an implementation without groups has nothing to forget
+        """Take the conversations out of all slots, for others to be begun or loaded; their groups lack none of them."""
+
+
+class Conversations(ConversationSlots):
+    """Conversations side by side, each in a slot, with unequal numbers of turns.
+
+    An environment (``LLMEnv``, ``ChatEnv``) is made of one, and a collector uses it without TensorDicts in between.
+
+    Attributes:
+        source: hands out prompts.
+        template: arguments of the chat template, ``tools`` among them; None: prompts are texts or tokens as they are.
+        on_wait: to be called, where it is no None, before tools, environments and rewards are waited for, with the
+            conversations and their turns, and after that, with none: so that an error about a wait names them.
+    """
+
+    source: PromptSource
+    template: Mapping[str, Any] | None
+    on_wait: Callable[[Sequence[tuple[Origin, int]]], None] | None = None
 
     @abstractmethod
     def submit(self, answers: Mapping[int, Answer]) -> None:
@@ -239,33 +300,6 @@ class Conversations(ABC):
             Whether another outcome follows: the last one again, with the rewards of a conversation's end, truncated.
         """
         return False
-
-    @abstractmethod
-    def state(self, slot: int) -> dict[str, Any]:
-        """What the conversation of a slot needs to go on, beside its messages; between outcome and answer.
-
-        Raises:
-            EnvError: it cannot be saved, and why.
-        """
-
-    def ended_state(self, slot: int) -> dict[str, Any]:
-        """What a conversation needs that has ended and waits for others: once loaded, its outcome follows.
-
-        Raises:
-            EnvError: it cannot be saved, and why.
-        """
-        raise EnvError(f"slot {slot}: its outcome waits for other conversations, and {type(self).__name__} saves none.")
-
-    @abstractmethod
-    def load(self, slot: int, opening: Opening, messages: Sequence[Message], state: Mapping[str, Any]) -> None:
-        """Go on with a conversation that was saved; an empty ``state``: begin it again.
-
-        Raises:
-            EnvError: it cannot begin; its slot has none then.
-        """
-
-    def clear(self) -> None:  # noqa: B027 - an implementation without groups has nothing to forget
-        """Take the conversations out of all slots, for others to be begun or loaded; their groups lack none of them."""
 
     @abstractmethod
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,17 +11,15 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorD
 from rollwright.data.entries import unchecked_td
 from rollwright.data.llm.chain import TokenChain
 from rollwright.data.llm.history import ChatHistory, History
-from rollwright.data.llm.records import RecordLayout
+from rollwright.data.llm.records import RecordLayout, origins_in
 from rollwright.data.llm.turns import FinishReason, InputMode, Message, Origin, turn_seed
 from rollwright.data.specs import Composite, NonTensor, Unbounded
 from rollwright.envs.base import EnvBase
 from rollwright.envs.checkpoint import packed, unpacked
 from rollwright.envs.llm.conversations import DatasetConversations
 from rollwright.envs.llm.core import Answer, Opening, Outcome
-from rollwright.envs.llm.pooled import Pooled
-from rollwright.envs.llm.slot_row import SlotRow, Slots
+from rollwright.envs.llm.slot_row import Pooled, SlotRow, Slots
 from rollwright.envs.llm.talk import reward_key
-from rollwright.envs.llm.undelivered import Undelivered
 from rollwright.errors import EnvError
 
 if TYPE_CHECKING:
@@ -71,7 +69,7 @@ class ConversationEnv(Pooled, EnvBase):
     has_token_rewards = True
     _changes = False  # of environments that were saved before it could be True
     # save_remote() saves what changes; the rest is what the constructor was given.
-    _not_saved = ("conversations", "tokenizer", "_slots", "_blank", "_ends", "_keeps_ended")
+    _not_saved = ("conversations", "tokenizer", "_slots", "_blank", "_ends", "_kept")
 
     def __init__(
         self,
@@ -120,12 +118,12 @@ class ConversationEnv(Pooled, EnvBase):
         if found is self.tokenizer and ends == self._ends:
             return False
         openings = [row.opening for row in self._slots.rows if row is not None and not row.over]
-        self.interrupted()
+        self._slots.interrupted()
         self._ends, self._blank = ends, None
         changed = found is not self.tokenizer
         if changed:
             self._use(found)
-        self.undelivered.begin_again(openings)
+        self._slots.undelivered.begin_again(openings)
         return changed
 
     def _set_specs(self) -> None:
@@ -252,16 +250,13 @@ class ConversationEnv(Pooled, EnvBase):
             entries["history"] = ChatHistory(prompt=History.from_chats(row.messages), batch_size=())
         if self._columns is not None:
             for key in self._columns.keys(True, True):
-                entries[str(key)] = self._columns[key].encode(self._column(row, str(key), "primers"))
+                entries[str(key)] = self._columns[key].encode(row.opening.column(str(key), "primers"))
         if self.conversations.columns:
             names = self.conversations.columns
-            entries["columns"] = _td({name: NonTensorData(self._column(row, name, "columns")) for name in names})
+            entries["columns"] = _td({name: NonTensorData(row.opening.column(name, "columns")) for name in names})
         if self.conversations.rewards:
             entries["rewards"] = _td({reward.name: torch.zeros(1) for reward in self.conversations.rewards})
         return entries
-
-    def _column(self, row: SlotRow, key: str, argument: str) -> Any:
-        return self.conversations.column(row.opening, key, argument)
 
     def _stacked(self, rows: list[dict[str, Any]]) -> TensorDictBase:
         stacked: TensorDictBase = LazyStackedTensorDict(*map(_td, rows), stack_dim=0)
@@ -389,7 +384,6 @@ class ConversationEnv(Pooled, EnvBase):
             raise EnvError(f"slot {slot}: its conversation has not ended. Resume one that has.")
         self.conversations.resume(slot, messages)
         row.resume(messages)
-        self._note_resumption(row.opening)
         entries = self._observed(row) | {name: torch.tensor([False]) for name in ("terminated", "truncated", "done")}
         return _td(entries) if self.device is None else _td(entries).to(self.device)
 
@@ -411,14 +405,9 @@ class ConversationEnv(Pooled, EnvBase):
         return self._slots.openings
 
     @property
-    def in_progress(self) -> list[bool]:
-        """Whether the conversations of the slots have an answer, and go on."""
-        return self._slots.in_progress
-
-    @property
-    def undelivered(self) -> Undelivered:
-        """The conversations that nobody got: they have ended, or are to begin again."""
-        return self._slots.undelivered
+    def slots(self) -> Slots:
+        """The conversations of the slots, and those that nobody got."""
+        return self._slots
 
     @property
     def is_over(self) -> bool:
@@ -451,26 +440,14 @@ class ConversationEnv(Pooled, EnvBase):
         if seed is None:
             return None
         self.conversations.source.set_seed(seed)
-        self.abandon()
+        self._slots.abandon()
+        self._kept = None if self._kept is None else {}
         return seed
 
     def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
         return self._set_seed(seed)
 
     # The place in the data ----------------------------------------------------------------------------
-
-    def abandon(self) -> None:
-        """Forget the conversations in progress; the next reset draws others."""
-        self._slots.abandon()
-
-    def interrupted(self) -> list[Opening]:
-        """Take the conversations in progress out of their slots, so that they can begin again."""
-        return self._slots.interrupted()
-
-    def renew(self) -> None:
-        """End what is in progress, and begin the next conversations; the next reset shows them."""
-        for slot in range(len(self._slots.rows)):
-            self._slots.open(slot)
 
     def get_extra_state(self) -> Any:
         """Part of ``state_dict()``: the place in the data, which follows what was delivered."""
@@ -479,7 +456,7 @@ class ConversationEnv(Pooled, EnvBase):
     def set_extra_state(self, state: Any) -> None:
         """Go on from a place in the data; conversations in progress are dropped."""
         self.conversations.source.load_state_dict(state["source"])
-        self.abandon()
+        self._slots.abandon()
 
     def save_remote(self) -> tuple[dict[str, Any], list[str]]:
         """The conversations in progress, for :func:`~rollwright.envs.checkpoint.save_env`, and what cannot be saved."""
@@ -490,26 +467,9 @@ class ConversationEnv(Pooled, EnvBase):
 
     def load_remote(self, state: Mapping[str, Any]) -> None:
         """Go on with conversations that :meth:`save_remote` has saved, from the place in the data of that time."""
-        self.abandon()
+        self._slots.abandon()
         if state:
             self._slots.load(unpacked(state["conversations"]))
-
-    def progress(self) -> dict[str, Any]:
-        """The conversations in progress, for :meth:`go_back`.
-
-        Raises:
-            EnvError: one cannot be saved, and why.
-        """
-        return self._slots.state()
-
-    def go_back(self, progress: Mapping[str, Any], taken: Iterable[Opening]) -> None:
-        """Go on from where conversations were before; those that were begun since then begin again.
-
-        Args:
-            progress: of :meth:`progress`.
-            taken: those that steps were taken in since then.
-        """
-        self._slots.go_back(progress, taken)
 
     def delivered(self, tensordict: TensorDictBase) -> None:
         """Note that conversations have reached who uses them; for a loop without a collector, which does that itself.
@@ -520,16 +480,13 @@ class ConversationEnv(Pooled, EnvBase):
         seed = getattr(self.conversations.source, "seed", 0)
         for row in tensordict.reshape(-1).unbind(0):
             if bool(row.get(("next", "done")).any()):
-                index, epoch, repeat, group = (
-                    int(row.get(key)) for key in ("prompt_index", "epoch", "repeat", "group_id")
-                )
-                self.conversations.source.delivered(Origin(index, epoch, repeat, group, seed))
+                self.conversations.source.delivered(origins_in(row, seed)[0])
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """See :meth:`EnvBase.close`; ends processes and threads of tools and rewards."""
         super().close(raise_if_closed=raise_if_closed)
         self.conversations.close()
-        self.interrupted()
+        self._slots.interrupted()
 
     def _reopen(self) -> None:
         self.is_closed = False

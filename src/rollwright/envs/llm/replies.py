@@ -12,7 +12,12 @@ import torch
 
 from rollwright.data.llm.content import plain_messages
 from rollwright.data.llm.turns import Message
-from rollwright.envs.llm.core import NextTurn
+from rollwright.envs.llm.core import NextTurn, Opening
+from rollwright.envs.llm.jobs import Finished
+from rollwright.envs.llm.rewards import place
+from rollwright.errors import EnvError
+
+_METHOD = {False: "reply", True: "respond"}  # of an environment, by whether it writes the first messages
 
 
 class Environment(Protocol):
@@ -89,6 +94,27 @@ class Dialogue:
         if self.history not in ("keep", "rewrite"):
             raise ValueError(f"history: expected 'keep' or 'rewrite', got {self.history!r}.")
 
+    def environment_of(self, opening: Opening) -> Any:
+        """The environment of a conversation; None: it has none.
+
+        Raises:
+            EnvError: it could not be made from the row, or has no method that answers.
+        """
+        make, where = self.environment, place(opening.draw.origin)
+        try:
+            environment = None if make is None else make(opening.draw.row)
+        except Exception as error:
+            raise EnvError(
+                f"{where}: the environment raised {type(error).__name__} when it was made from its row: {error}. "
+                "Correct the class, or the row."
+            ) from error
+        if environment is not None and not callable(getattr(environment, _METHOD[self.opens], None)):
+            raise EnvError(
+                f"{where}: the environment {type(environment).__name__} has no method reply. Write "
+                "reply(self, messages), which returns messages, reward and whether it is over."
+            )
+        return environment
+
     def close(self) -> None:
         """End what the environments share, where an object with ``close()`` makes them. May be called again."""
         close = None if isinstance(self.environment, type) else getattr(self.environment, "close", None)
@@ -160,6 +186,36 @@ def as_reply(returned: Any) -> Reply:
     if not math.isfinite(number):
         raise ValueError(f"returned the reward {'NaN' if number != number else number}, expected a finite number")
     return Reply(messages, number, done)
+
+
+def reply_of(end: Finished, where: str, num_answered: int, *, opens: bool) -> Reply:
+    """What an environment has replied.
+
+    Args:
+        end: of the call.
+        where: conversation, turn and environment, for messages.
+        num_answered: tokens of the answer.
+        opens: see :class:`Dialogue`.
+
+    Raises:
+        EnvError: it raised, took too long, or returned something else.
+    """
+    if end.error is not None:
+        slow = isinstance(end.error, TimeoutError) and "took longer than" in str(end.error)
+        what = str(end.error) if slow else f"raised {type(end.error).__name__}: {end.error}"
+        wrong = "Correct it" if opens else "Correct its method reply"
+        remedy = "Make it faster, or give it more time (reply_timeout_s=)" if slow else wrong
+        raise EnvError(f"{where} {what}. {remedy}.") from end.error
+    try:
+        reply = as_reply(end.value)
+    except ValueError as error:
+        raise EnvError(f"{where} {error}. Correct its method reply.") from None
+    if isinstance(reply.reward, torch.Tensor) and len(reply.reward) != num_answered:
+        raise EnvError(
+            f"{where} returned {len(reply.reward)} rewards for the {num_answered} tokens of the answer. "
+            "Return one number, or one for each token that was sampled."
+        )
+    return reply
 
 
 def _flag(done: Any) -> bool:

@@ -1,14 +1,20 @@
-"""SlotRow and Slots: the conversations of the rows of an environment, with their tokens."""
+"""SlotRow and Slots: conversations in the rows of an environment, with their tokens; Pooled: what a pool asks of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
+import torch
+
 from rollwright.data.llm.chain import TokenChain
-from rollwright.data.llm.turns import Message
+from rollwright.data.llm.turns import Message, Origin
+from rollwright.envs.checkpoint import packed, unpacked
 from rollwright.envs.llm.core import Answer, Conversations, Opening, Outcome, PromptSource
 from rollwright.envs.llm.undelivered import Undelivered
+from rollwright.errors import EnvError
+
+Name = tuple[int, int]  # of a conversation in a pool: its group in the data of its environment, and its repeat
 
 
 class SlotRow:
@@ -133,6 +139,11 @@ class Slots:
         self.vacant.discard(slot)
         self.rows[slot] = self._row(opening)
 
+    def renew(self) -> None:
+        """End what is in progress, and begin the next conversations; the next reset shows them."""
+        for slot in range(len(self.rows)):
+            self.open(slot)
+
     def begin(self, slot: int, opening: Opening) -> None:
         """Begin a conversation that the caller chose; the one that is there counts as delivered.
 
@@ -240,3 +251,90 @@ class Slots:
         since = [*taken, *self.interrupted(), *self.undelivered.again]
         self.load(state)
         self.undelivered.begin_again(opening for opening in since if opening.draw.origin not in known)
+
+
+class Pooled:
+    """Methods of an environment of one conversation that a pool calls, in whatever process the environment is.
+
+    Conversations are kept, by name, until the pool says that they were delivered: it has no prompts.
+    """
+
+    _slots: Slots
+    _kept: dict[Name, Opening] | None = None  # those that have ended, or were taken out; None: no pool has asked yet
+
+    def _note_end(self, opening: Opening) -> None:
+        if self._kept is not None:
+            self._kept[_name(opening)] = opening
+
+    def begin_conversation(self, name: Name | None = None) -> bool:
+        """Begin the next conversation, or the one that is named; whether there is any."""
+        kept = self._known
+        if name is None:
+            self._slots.open(0)
+        else:
+            self._slots.begin(0, kept[name])
+        return not self._slots.is_over
+
+    @property
+    def _known(self) -> dict[Name, Opening]:
+        if self._kept is None:
+            self._kept = {}
+        return self._kept
+
+    def take_out(self, back: bool) -> None:
+        """Take the conversation that is there out; ``back``: nobody has asked for it, and it is the next one."""
+        found = self._slots.interrupted()
+        self._known.update((_name(opening), opening) for opening in found)
+        if back:
+            self._slots.undelivered.begin_again(found)
+
+    def note(self, delivered: Iterable[Name], claimed: Iterable[Name]) -> None:
+        """What has come of conversations: those that count as delivered, and those that the data is not to give."""
+        for name in delivered:
+            self._slots.source.delivered(self._origin(name))
+            self._known.pop(name, None)
+        for name in claimed:
+            self._slots.source.claim(self._origin(name))
+
+    def _origin(self, name: Name) -> Origin:
+        """Where a conversation comes from."""
+        there = [*(opening for opening in self._slots.openings if opening is not None), *self._known.values()]
+        found = next((opening.draw.origin for opening in there if _name(opening) == name), None)
+        return found or Origin(0, 0, name[1], name[0], getattr(self._slots.source, "seed", 0))
+
+    def save_place(self) -> dict[str, Any]:
+        """The place in the data, and the conversations that are kept."""
+        return {"source": self._slots.source.state_dict(), "kept": dict(self._known)}
+
+    def save_conversation(self) -> tuple[dict[str, Any], torch.Tensor | None, str | None]:
+        """The place in the data, and the conversation in progress; or why it cannot be saved."""
+        place = self.save_place()
+        try:
+            return place, packed(self._slots.state()), None
+        except EnvError as error:
+            return place, None, str(error)
+        except Exception as error:
+            return place, None, f"{type(error).__name__}: {error}"
+
+    def load_place(self, place: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`save_place` saved; what is in progress is forgotten."""
+        self._slots.abandon()
+        self._slots.source.load_state_dict(place["source"])
+        self._kept = dict(place["kept"])
+
+    def load_conversation(self, progress: torch.Tensor) -> None:
+        """Go on with the conversation that :meth:`save_conversation` saved."""
+        self._slots.load(unpacked(progress))
+
+    @property
+    def repeats(self) -> int:
+        """Conversations of a group."""
+        return int(getattr(self._slots.source, "repeats", 1))
+
+    def share_data(self, index: int, count: int) -> None:
+        """See :meth:`PromptSource.shard`."""
+        self._slots.source.shard(index, count)
+
+
+def _name(opening: Opening) -> Name:
+    return opening.draw.origin.group, opening.draw.origin.repeat

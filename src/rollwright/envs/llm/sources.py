@@ -228,11 +228,11 @@ class DatasetSource(PromptSource):
             parts.append({"seed": states[0]["seed"], "repeats": self.repeats, **found})
         return parts
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`PromptSource.load_state_dict`.
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`PromptSource.check_state`.
 
         Raises:
-            KeyError: entries are missing; as with whatever else raises, nothing was loaded.
+            KeyError: entries are missing.
             ValueError: the state is of other repeats, or of another dataset.
         """
         missing = [name for name in _ENTRIES if name not in state_dict]
@@ -243,10 +243,14 @@ class DatasetSource(PromptSource):
                 f"repeats: the saved place has {state_dict['repeats']}, this source has {self.repeats}. Make it with "
                 f"repeats={state_dict['repeats']}, or begin without the place."
             )
+        self._reader.check_state(state_dict["reader"])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`PromptSource.load_state_dict`; as with :meth:`check_state`, where it raises nothing was loaded."""
+        self.check_state(state_dict)
         index, count = state_dict["shard"]
         delivered = {position: set(repeats) for position, repeats in state_dict["delivered"]}
         with self._lock:
-            self._reader.check_state(state_dict["reader"])
             self._seed = state_dict["seed"]
             self._reader.restart(self._seed)
             self._reader.load_state_dict(state_dict["reader"])

@@ -1,18 +1,20 @@
-"""Talk: one conversation in a slot."""
+"""Talk: one conversation in a slot; RewardCalls: rewards of conversations that have ended."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rollwright.data.llm.turns import Message, Origin
 from rollwright.data.transcript import Part
 from rollwright.envs.llm.core import Answer, NextTurn, Opening, Outcome
-from rollwright.envs.llm.rewards import Sample, place
+from rollwright.envs.llm.jobs import Finished, Jobs, Lane, ThreadLane
+from rollwright.envs.llm.rewards import Reward, Sample, place
 from rollwright.envs.llm.tools.core import ParsedAnswer, Tool, ToolCall, ToolSession
 from rollwright.errors import EnvError
 
@@ -300,3 +302,145 @@ class Step:
     number: int = 0
     members: Sequence[tuple[int, Talk]] = ()
     samples: Sequence[Sample] = ()
+
+
+Members = Sequence[tuple[int, Talk]]  # conversations, with their slots
+
+
+class RewardCalls:
+    """Asks for the rewards of conversations that have ended, each alone or of a complete group.
+
+    Args:
+        rewards: the functions.
+        jobs: run them.
+        group_size: how many conversations the group has that a conversation from somewhere belongs to.
+        sample: a conversation as reward functions see it.
+        waits: whether a conversation waits for rewards; False: it was dropped, or has failed, meanwhile.
+        reporting: a context; where it raises, these conversations have failed.
+        end: called when all rewards of a conversation are there.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        jobs: Jobs,
+        group_size: Callable[[Origin], int],
+        sample: Callable[[Talk], Sample],
+        *,
+        waits: Callable[[int, Talk], bool],
+        reporting: Callable[[Members], AbstractContextManager[None]],
+        end: Callable[[int, Talk], None],
+    ) -> None:
+        self._rewards, self._jobs, self._group_size, self._sample = rewards, jobs, group_size, sample
+        self._waits, self._reporting, self._end = waits, reporting, end
+        self._groups: dict[int, list[tuple[int, Talk]]] = {}  # that ended, and wait for the rest of their group
+        self._dropped: dict[int, int] = {}  # of a group that is not complete
+        self._to_reward: list[list[tuple[int, Talk]]] = [[] for _ in rewards]  # that ended, by reward function
+        self._shared = ThreadLane(1)
+        self._lanes: list[Lane] = [reward.lane(self._shared) for reward in rewards]
+
+    @property
+    def waiting(self) -> list[int]:
+        """Slots whose conversation waits for the rest of its group."""
+        return sorted(slot for members in self._groups.values() for slot, _ in members)
+
+    def finish(self, slot: int, talk: Talk) -> None:
+        """A conversation is over."""
+        talk.rewards_left = len(self._rewards)
+        alone = [number for number, reward in enumerate(self._rewards) if reward.per == "conversation"]
+        for number in alone:
+            self._to_reward[number].append((slot, talk))
+        if len(alone) < len(self._rewards):
+            self._groups.setdefault(talk.origin.group, []).append((slot, talk))
+            self._complete(talk.origin)
+
+    def leave(self, talk: Talk) -> None:
+        """A conversation has failed; its group waits for it until it is dropped."""
+        if (waiting := self._groups.get(talk.origin.group)) is not None:
+            self._groups[talk.origin.group] = [item for item in waiting if item[1] is not talk]
+
+    def drop(self, talk: Talk) -> None:
+        """A conversation is dropped: its group is complete without it."""
+        if any(reward.per == "group" for reward in self._rewards):
+            group = talk.origin.group
+            self._groups.setdefault(group, [])
+            self.leave(talk)
+            self._dropped[group] = self._dropped.get(group, 0) + 1
+            self._complete(talk.origin)
+
+    def _complete(self, origin: Origin) -> None:
+        """Ask for the rewards of a group, if all of it has ended or was dropped."""
+        group = origin.group
+        members = self._groups.get(group, [])
+        if len(members) + self._dropped.get(group, 0) < self._group_size(origin):
+            return
+        self._groups.pop(group, None)
+        self._dropped.pop(group, None)
+        members.sort(key=lambda item: item[1].origin.repeat)
+        for number, reward in enumerate(self._rewards):
+            if reward.per == "group" and members:
+                self._ask(number, members)
+
+    def ask_waiting(self) -> None:
+        """Call functions for conversations that have ended meanwhile, as far as there is room."""
+        for number, members in enumerate(self._to_reward):
+            members = [(slot, talk) for slot, talk in members if self._waits(slot, talk)]
+            self._to_reward[number] = members
+            if not members:
+                continue
+            steps = (cast(Step, key) for key in self._jobs.in_progress)
+            running = sum(step.kind == "reward" and step.number == number for step in steps)
+            calls = self._rewards[number].calls(len(members), running)
+            for part in range(calls):
+                self._ask(number, members[part::calls])
+            if calls > 0:
+                self._to_reward[number] = []
+
+    def _ask(self, number: int, members: Members) -> None:
+        reward = self._rewards[number]
+        samples = [self._sample(talk) for _, talk in members]
+        slot, talk = members[0]
+        alone = reward.per == "conversation" and len(members) == 1
+        step = Step("reward", slot, talk if alone else None, number, members, samples)
+        with self._reporting(members):
+            arguments = (reward.arguments(samples),)
+            self._jobs.start(step, self._lanes[number], reward.call(), arguments, limit_s=reward.timeout_s)
+
+    def rewarded(self, step: Step, end: Finished) -> None:
+        """A function has returned, or raised.
+
+        Raises:
+            EnvError: it raised, or returned something else than numbers.
+        """
+        reward = self._rewards[step.number]
+        try:
+            if end.error is not None:
+                raise reward.raised(step.samples, end.error) from end.error
+            numbers = reward.values(end.value, step.samples)
+        except EnvError:
+            if reward.per == "group" or len(step.members) == 1:
+                raise
+            for member in step.members:  # so that the error is that of its conversation
+                if self._waits(*member):
+                    self._ask(step.number, [member])
+            return
+        for (slot, talk), number in zip(step.members, numbers, strict=True):
+            if not self._waits(slot, talk):
+                continue
+            talk.spent("reward", end.seconds)
+            talk.add_reward(reward.name, number, reward.weight)
+            talk.rewards_left -= 1
+            if not talk.rewards_left:
+                self._end(slot, talk)
+
+    def clear(self) -> None:
+        """All conversations are gone."""
+        self._groups.clear()
+        self._dropped.clear()
+        for members in self._to_reward:
+            members.clear()
+
+    def close(self) -> None:
+        """End processes and threads."""
+        for lane in (*self._lanes, self._shared):
+            lane.close()

@@ -10,7 +10,7 @@ from typing import Any
 from rollwright.data.llm.trace import TraceWriter
 from rollwright.data.llm.turns import Origin
 from rollwright.envs.checkpoint import packed, unpacked
-from rollwright.envs.llm.core import Conversations, Opening, PromptSource
+from rollwright.envs.llm.core import ConversationSlots, DataPlace, Opening
 from rollwright.errors import EnvError
 
 
@@ -46,7 +46,7 @@ class Undelivered:
         >>> conversations.close()
     """
 
-    def __init__(self, conversations: Conversations) -> None:
+    def __init__(self, conversations: ConversationSlots) -> None:
         self._conversations = conversations
         self.again: deque[Opening] = deque()
         self.num_dropped = 0
@@ -59,8 +59,8 @@ class Undelivered:
         self._last: list[Any] = []  # of them, those that ended in the last batch
 
     @property
-    def source(self) -> PromptSource:
-        """Hands out prompts, and keeps the place in the data."""
+    def source(self) -> DataPlace:
+        """The place in the data."""
         return self._conversations.source
 
     def __len__(self) -> int:
@@ -80,9 +80,11 @@ class Undelivered:
         Raises:
             StopIteration: the data is over.
         """
-        if not self.again:
-            return self._conversations.open(slot)
-        return self.load(slot, self.again.popleft())
+        for place, opening in enumerate(self.again):
+            if self._conversations.takes(slot, opening):
+                del self.again[place]
+                return self.load(slot, opening)
+        return self._conversations.open(slot)
 
     def load(self, slot: int, opening: Opening) -> Opening:
         """Begin a conversation again."""

@@ -26,8 +26,8 @@ from rollwright.collectors.rollout.paths.actors import (
     as_tensor,
 )
 from rollwright.collectors.rollout.paths.arrays import ArrayPath
-from rollwright.collectors.rollout.paths.conversations.pool import ConversationPoolPath, is_pool_of_conversations
-from rollwright.collectors.rollout.paths.conversations.turns import TurnPath
+from rollwright.collectors.rollout.paths.conversations.pool import is_pool_of_conversations, turns_of_pool
+from rollwright.collectors.rollout.paths.conversations.turns import turns_of_engine
 from rollwright.collectors.rollout.paths.groups import GroupedPath
 from rollwright.collectors.rollout.paths.parts import PathParts
 from rollwright.collectors.rollout.paths.plain import PlainPath
@@ -83,8 +83,8 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
     if goes_by_itself(parts.env, parts.options):
         call, fresh = accelerate(parts.acting.call, parts.options)
         pool = cast(AsyncEnvPool, parts.env)
-        kind = ConversationPoolPath if pool.ndim > 1 else PoolPath
-        return kind(parts, pool, call, fresh_outputs=fresh)
+        make = turns_of_pool if pool.ndim > 1 else PoolPath
+        return make(parts, pool, call, fresh_outputs=fresh)
     against: dict[str, str] = {}
     if _device(parts.env).type != "cpu":
         path: Path | None = _tried(against, "env", lambda: _tensor_path(parts))
@@ -131,7 +131,7 @@ def _array_path(parts: PathParts, against: dict[str, str], *, strict: bool) -> A
 
 
 def dialogue_parts(env: EnvBase, policy: Any, options: CollectorOptions) -> tuple[Conversations, Engine] | None:
-    """Conversations and engine, where environment, policy and options have what :class:`TurnPath` takes; else None.
+    """Conversations and engine, where environment, policy and options are fit for turns of an engine; else None.
 
     Raises:
         ValueError: ``async_envs=True``, and they do not; or the policy writes several answers to a prompt.
@@ -197,15 +197,8 @@ def turn_path(parts: PathParts) -> Path | None:
     if isinstance(engine, ReplayEngine) and engine.tokenizer is None:
         engine.tokenizer = getattr(parts.env, "tokenizer", None)
     _check_tokenizers(getattr(parts.env, "tokenizer", None), engine.tokenizer, conversations.template)
-    path = TurnPath(
-        parts,
-        conversations,
-        engine,
-        hooks=lambda: _hooks(parts.env),
-        layout=_layout(parts.env, policy, parts.options.leave_out),
-        streams=parts.options.in_stream,
-        how={"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"},
-    )
+    layout = _layout(parts.env, policy, parts.options.leave_out)
+    path = turns_of_engine(parts, conversations, engine, hooks=lambda: _hooks(parts.env), layout=layout)
     if conversations.template is not None and not engine.end_ids:
         warn_user(_NO_END, UserWarning)
     return path

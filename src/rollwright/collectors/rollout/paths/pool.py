@@ -54,6 +54,87 @@ class _Restarts(DataCursor):
         self._path.forget()
 
 
+class Stepped(NamedTuple):
+    """A step of an environment that has ended.
+
+    Attributes:
+        env_index: of the environment.
+        frame: the step, ``[]``.
+        root: what the next one is taken from, ``[]``.
+        over: whether its trajectory ends with it.
+        reward: the sum of its rewards.
+    """
+
+    env_index: int
+    frame: TensorDictBase
+    root: TensorDictBase
+    over: bool
+    reward: float
+
+
+class PoolSteps:
+    """Steps of the environments of a pool: a policy acts on those that are ready.
+
+    Args:
+        parts: of the path.
+        env: the pool, each of its environments of batch size ``[]``, or ``[1]``.
+        call: calls the policy.
+        fresh_outputs: whether its outputs are new tensors at each call.
+    """
+
+    def __init__(self, parts: PathParts, env: AsyncEnvPool, call: Call, *, fresh_outputs: bool) -> None:
+        options, devices = parts.options, parts.devices
+        self.env = env
+        self._stamp = parts.stamp if options.track_policy_version else None
+        self._move_back = stages.mover(devices.env if devices.cast_to_env else None, parts.syncs.env)
+        self._policy = stages.build_act(
+            call,
+            stages.mover(devices.policy if devices.cast_to_policy else None, parts.syncs.policy),
+            stages.action_check(env),
+            fresh_outputs=fresh_outputs,
+            stale=stages.stale_actions(env, parts.acting.policy),
+        )
+
+    def send(self, roots: Mapping[int, TensorDictBase], ids: Mapping[int, int]) -> None:
+        """Let environments step.
+
+        Args:
+            roots: what the steps are taken from, ``[]``, by index of the environment.
+            ids: of their trajectories.
+        """
+        ready = sorted(roots)
+        rows = [roots[index].exclude(INDEX) for index in ready]
+        for index, row in zip(ready, rows, strict=True):
+            row.set(IDS, torch.tensor(ids[index], device="cpu"))
+        acted = self._move_back(self._policy(LazyStackedTensorDict.maybe_dense_stack(rows, 0)))
+        if self._stamp is not None:
+            stamp = self._stamp()
+            tag: Any = torch.tensor(stamp, device="cpu") if isinstance(stamp, int) else NonTensorData(stamp)
+            made = [row.copy() for row in acted.unbind(0)]
+            for row in made:
+                row.set(VERSION, tag)
+            acted = LazyStackedTensorDict.lazy_stack(made, 0)
+        if self.env.ndim > 1:
+            acted = LazyStackedTensorDict(
+                *[LazyStackedTensorDict(row, stack_dim=0) for row in acted.unbind(0)], stack_dim=0
+            )
+        self.env.async_step_and_maybe_reset_send(acted, env_index=ready)
+
+    def receive(self, index: int | None = None) -> list[Stepped]:
+        """The steps that have ended, of one environment if that is named; waits until there is one."""
+        env = self.env
+        stepped, following = env.async_step_and_maybe_reset_recv(env_index=None if index is None else [index])
+        ends = end_of_trajectory(stepped.get("next"), env.done_groups, env.ndim).reshape(-1).tolist()
+        found = []
+        for frame, root, over in zip(stepped.unbind(0), following.unbind(0), ends, strict=True):
+            place, frame = first_index(frame.get(INDEX)), frame.exclude(INDEX)
+            if env.ndim > 1:
+                frame, root = frame[0].copy(), root[0]
+            reward = sum(float(frame.get(("next", key)).sum()) for key in env.reward_keys)
+            found.append(Stepped(place, frame, root, over, reward))
+        return found
+
+
 class PoolPath(Path):
     """Lets each environment of a pool go by itself: the policy acts on those that are ready while others step.
 
@@ -72,19 +153,10 @@ class PoolPath(Path):
             "env": "plain: a pool whose environments go by themselves",
             "policy": "plain: acts on the environments that are ready",
         }
-        options, devices = parts.options, parts.devices
         self.cursor = _Restarts(self, env)
-        self._env, self._ids, self._storing = env, parts.ids, devices.storing
-        self._delivers_whole = options.delivers_whole
-        self._stamp = parts.stamp if options.track_policy_version else None
-        self._move_back = stages.mover(devices.env if devices.cast_to_env else None, parts.syncs.env)
-        self._policy = stages.build_act(
-            call,
-            stages.mover(devices.policy if devices.cast_to_policy else None, parts.syncs.policy),
-            stages.action_check(env),
-            fresh_outputs=fresh_outputs,
-            stale=stages.stale_actions(env, parts.acting.policy),
-        )
+        self._env, self._ids, self._storing = env, parts.ids, parts.devices.storing
+        self._steps = PoolSteps(parts, env, call, fresh_outputs=fresh_outputs)
+        self._delivers_whole = parts.options.delivers_whole
         self._roots: dict[int, TensorDictBase] = {}  # of environments that wait for an action
         self._id = [-1] * env.num_envs
         self._totals = [(0.0, 0)] * env.num_envs  # return and length so far
@@ -172,55 +244,24 @@ class PoolPath(Path):
         """See :meth:`Path.act`: on all environments that are ready."""
         if not self._roots:
             return
-        ready = sorted(self._roots)
-        rows = [self._roots[index].exclude(INDEX) for index in ready]
-        for index, row in zip(ready, rows, strict=True):
-            row.set(IDS, torch.tensor(self._id[index], device="cpu"))
-        current = LazyStackedTensorDict.maybe_dense_stack(rows, 0)
-        acted = self._move_back(self._policy(current))
-        if self._stamp is not None:
-            stamp = self._stamp()
-            tag: Any = torch.tensor(stamp, device="cpu") if isinstance(stamp, int) else NonTensorData(stamp)
-            made = [row.copy() for row in acted.unbind(0)]
-            for row in made:
-                row.set(VERSION, tag)
-            acted = LazyStackedTensorDict.lazy_stack(made, 0)
-        self._env.async_step_and_maybe_reset_send(self._sent(acted), env_index=ready)
+        self._steps.send(self._roots, dict(enumerate(self._id)))
         self._roots.clear()
-
-    def _sent(self, acted: TensorDictBase) -> TensorDictBase:
-        """What environments are sent, of a current TensorDict ``[n]``."""
-        return acted
 
     def step(self, t: int) -> None:
         """See :meth:`Path.step`: steps that have ended; waits until there is a frame to record."""
         while not self._row:
             self.act(t)
-            self._receive()
+            for each in self._steps.receive():
+                self._take(each)
 
-    def _receive(self, index: int | None = None) -> None:
-        """Take the steps that have ended; of one environment, if that is named."""
-        chosen = None if index is None else [index]
-        stepped, following = self._env.async_step_and_maybe_reset_recv(env_index=chosen)
-        ends = end_of_trajectory(stepped.get("next"), self._env.done_groups, self._env.ndim).reshape(-1).tolist()
-        for frame, root, over in zip(stepped.unbind(0), following.unbind(0), ends, strict=True):
-            self._take(first_index(frame.get(INDEX)), frame.exclude(INDEX), root, over)
-
-    def _take(self, index: int, frame: TensorDictBase, root: TensorDictBase, over: bool) -> None:
-        """A step has ended.
-
-        Args:
-            index: of the environment.
-            frame: the step, ``[]``.
-            root: what the next one is taken from, ``[]``.
-            over: whether its trajectory ends with it.
-        """
+    def _take(self, stepped: Stepped) -> None:
+        index, over = stepped.env_index, stepped.over
         total, length = self._totals[index]
-        total += sum(float(frame.get(("next", key)).sum()) for key in self._env.reward_keys)
+        total += stepped.reward
         ended = (total, length + 1) if over else None
-        self._keep(index, PoolFrame(frame, self._id[index], index, ended))
+        self._keep(index, PoolFrame(stepped.frame, self._id[index], index, ended))
         self._totals[index] = (0.0, 0) if over else (total, length + 1)
-        self._roots[index] = root
+        self._roots[index] = stepped.root
         if over:
             self._id[index] = int(self._ids.take(1)[0])
 

@@ -1,20 +1,23 @@
-"""Dialog: a conversation in progress, its tokens, and its saved state."""
+"""InSlot and Dialog: a conversation in progress, and its saved state; Failures: what becomes of one that fails."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 
+from rollwright.collectors.options import CollectorOptions
 from rollwright.data.llm.branches import Branches
 from rollwright.data.llm.chain import TokenChain
-from rollwright.data.llm.turns import FinishReason, Marks, Message, Turn, turn_seed
+from rollwright.data.llm.turns import FinishReason, Marks, Message, Origin, Turn, turn_seed
 from rollwright.data.transcript import Mark, Part
 from rollwright.envs.checkpoint import packed
 from rollwright.envs.llm.core import Answer, NextTurn, Opening, Outcome
+from rollwright.errors import EnvError
 from rollwright.modules.llm.engine import Completion, Engine, Request
 
 
@@ -23,72 +26,77 @@ class EndedTurn:
     """A turn that is ready for a batch.
 
     Attributes:
-        turn: the turn itself.
+        turn: the turn itself: a :class:`Turn`, or one on TensorDicts.
         id: of the trajectory.
         opening: how the conversation began.
         ended: return and length of the conversation, with its last turn; None before.
     """
 
-    turn: Turn
+    turn: Any
     id: int
     opening: Opening
     ended: tuple[float, int] | None = None
 
 
 @dataclass(slots=True)
-class Dialog:
-    """A conversation in a slot.
+class InSlot:
+    """A conversation in a slot: of an environment that is sent answers, and returns what follows.
 
     Attributes:
         slot: of the environment.
         opening: how it began.
-        chain: its tokens: of the sequence that goes on.
         id: of its trajectory.
-        branches: its sequences, where its environment chooses among them.
-        seed: of the last request; None: none was made since it was loaded.
-        next: how its environment asks for the next answer; None: it leaves that to the engine.
         number: of the next turn.
         total: sum of its rewards.
         asked: whether an answer is asked for.
         rests: it has failed, and goes on when others have.
-        pending: the last answer, while nothing has followed it.
         held: turns that wait for the end of the conversation, where whole ones are delivered.
         before: its state before the last answer was asked for, where that is kept.
         memory: of the environment's transforms.
+        seed: of the last request; None: none was made since it was loaded.
+        begun: whether there is its first prompt.
     """
 
     slot: int
     opening: Opening
-    chain: TokenChain
     id: int = -1
     number: int = 0
     total: float = 0.0
     asked: bool = False
     rests: bool = False
-    pending: Turn | None = None
     held: list[EndedTurn] = field(default_factory=list)
     before: dict[str, Any] | None = None
     memory: dict[str, Any] = field(default_factory=dict)
-    branches: Branches = field(default_factory=Branches)
-    next: NextTurn | None = None
     seed: int | None = None
+    begun: bool = False
 
-    @classmethod
-    def begun(cls, slot: int, opening: Opening, chain: TokenChain) -> Dialog:
-        """A conversation at its first prompt; or before it, where an outcome brings that."""
-        if opening.tokens is not None:
-            chain.open(opening.tokens)
-        elif opening.text is not None:
-            chain.open(opening.text)
-        elif opening.messages:
-            chain.open(opening.messages)
-        chain.transcript.messages.extend(opening.messages)
-        return cls(slot, opening, chain)
+    def begin(self) -> None:
+        """Go to the first prompt; or before it, where an outcome brings that.
+
+        Raises:
+            ValueError: it cannot be written as tokens.
+        """
+        self.begun = True
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether there is a prompt, the first one or a later one."""
+        return self.begun
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether there is an answer, or may be, that nothing has followed yet."""
+        return self.asked
+
+    @property
+    def stays(self) -> bool:
+        """Whether it can be asked again as it is, after a failure; else its environment may have taken a step."""
+        return False
 
     @property
     def messages(self) -> list[Message]:
-        """So far."""
-        return self.chain.transcript.messages
+        """So far, where they are kept here."""
+        return []
 
     @property
     def name(self) -> str:
@@ -98,27 +106,100 @@ class Dialog:
     @property
     def is_untouched(self) -> bool:
         """Whether nothing was asked in it yet."""
-        return not self.asked and self.pending is None and not self.number
+        return not self.asked and not self.has_answer and not self.number
 
     @property
     def is_waiting(self) -> bool:
         """Whether something is to follow an answer, or the first prompt is to come."""
-        return self.pending is not None or not self.chain.num_prompt
+        return self.has_answer or not self.has_prompt
 
     @property
     def is_ready(self) -> bool:
         """Whether its prompt waits for an answer that nobody was asked for."""
         return not self.asked and not self.rests and not self.is_waiting
 
-    def request(self, key: int, engine: Engine) -> Request:
+    def failed(self, like: Mapping[str, Any]) -> EndedTurn:
+        """End it with the turn that failed, which has no reward; nothing of its turns that are here is trained on.
+
+        Args:
+            like: further entries of another turn, which this one gets, too: without values.
+        """
+        raise NotImplementedError
+
+    def state_dict(self, of_environment: Mapping[str, Any]) -> dict[str, Any]:
+        """The conversation between an outcome and an answer, or at its end, while its last outcome waits for others.
+
+        What was asked for is asked for again.
+        """
+        found = {name: getattr(self, name) for name in _SAVED}
+        return {**found, "held": list(self.held), "environment": dict(of_environment)}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` saved."""
+        for name in _SAVED:
+            setattr(self, name, saved[name])
+        self.begun, self.held = True, list(saved.get("held", ()))
+
+
+@dataclass(slots=True, kw_only=True)
+class Dialog(InSlot):
+    """A conversation whose answers an engine samples.
+
+    Attributes:
+        engine: which it is.
+        chain: its tokens: of the sequence that goes on.
+        branches: its sequences, where its environment chooses among them.
+        next: how its environment asks for the next answer; None: it leaves that to the engine.
+        pending: the last answer, while nothing has followed it.
+    """
+
+    engine: Engine
+    chain: TokenChain
+    branches: Branches = field(default_factory=Branches)
+    next: NextTurn | None = None
+    pending: Turn | None = None
+
+    def begin(self) -> None:
+        """See :meth:`InSlot.begin`."""
+        opening, chain = self.opening, self.chain
+        if opening.tokens is not None:
+            chain.open(opening.tokens)
+        elif opening.text is not None:
+            chain.open(opening.text)
+        elif opening.messages:
+            chain.open(opening.messages)
+        chain.transcript.messages.extend(opening.messages)
+
+    @property
+    def has_prompt(self) -> bool:
+        """See :attr:`InSlot.has_prompt`."""
+        return self.chain.num_prompt > 0
+
+    @property
+    def has_answer(self) -> bool:
+        """See :attr:`InSlot.has_answer`."""
+        return self.pending is not None
+
+    @property
+    def stays(self) -> bool:
+        """See :attr:`InSlot.stays`."""
+        return self.has_prompt and not self.has_answer
+
+    @property
+    def messages(self) -> list[Message]:
+        """So far."""
+        return self.chain.transcript.messages
+
+    def request(self, key: int) -> Request:
         """What the engine is asked for the next answer."""
-        origin, asks = self.opening.draw.origin, self.next
+        origin, asks, engine = self.opening.draw.origin, self.next, self.engine
         self.seed = turn_seed(origin, self.number if asks is None or asks.seed is None else -1 - asks.seed)
         sampling = replace(engine.sampling, **asks.sampling) if asks is not None and asks.sampling else None
         return Request(key, self.chain.tokens, self.seed, sampling=sampling)
 
-    def answer(self, found: Completion, engine: Engine) -> Answer:
+    def answer(self, found: Completion) -> Answer:
         """Take what the model wrote."""
+        engine = self.engine
         chain, prompt, response = self.chain, self.chain.transcript.mark(), self.chain.decode(found.tokens)
         message = {"role": "assistant", "content": response}
         chain.answer(found.tokens, found.finish_reason, message)
@@ -202,14 +283,9 @@ class Dialog:
             self.chain.follow(outcome.messages)
             self.messages.extend(outcome.messages)
 
-    def failed(self, engine: Engine, like: Mapping[str, Any]) -> EndedTurn:
-        """End it with the turn that failed, which has no reward; nothing of its turns that are here is trained on.
-
-        Args:
-            engine: that it was asked of.
-            like: further entries of another turn, which this one gets, too: without values.
-        """
-        turn = self.pending
+    def failed(self, like: Mapping[str, Any]) -> EndedTurn:
+        """See :meth:`InSlot.failed`."""
+        turn, engine = self.pending, self.engine
         if turn is None:
             none = torch.zeros(0, dtype=torch.int64)
             turn = Turn(
@@ -262,31 +338,24 @@ class Dialog:
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self, of_environment: Mapping[str, Any]) -> dict[str, Any]:
-        """The conversation between an outcome and an answer, or at its end, while its last outcome waits for others.
-
-        What was asked for is asked for again.
-        """
+        """See :meth:`InSlot.state_dict`."""
         messages, pending = self.messages, self.pending
         return {
-            **{name: getattr(self, name) for name in _SAVED},
+            **InSlot.state_dict(self, of_environment),
             "chain": self.chain.place(),
             "messages": Part(messages, len(messages)),
             "pending": None if pending is None else replace(pending, marks=None, tokens=pending.tokens.clone()),
             "memory": dict(self.memory),
-            "held": list(self.held),
-            "environment": dict(of_environment),
         }
 
-    @classmethod
-    def loaded(cls, saved: Mapping[str, Any], chain: TokenChain) -> Dialog:
-        """The conversation that :meth:`state_dict` saved."""
-        chain.load_state_dict(saved["chain"])
-        chain.transcript.messages = list(saved["messages"])
-        own = {name: saved[name] for name in _SAVED}
-        own |= {name: copy.copy(saved[name]) for name in ("held", "pending", "memory") if name in saved}
-        if (pending := own.get("pending")) is not None:
-            pending.marks = pending.placed()
-        return cls(chain=chain, **own)
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """See :meth:`InSlot.load`."""
+        InSlot.load(self, saved)
+        self.chain.load_state_dict(saved["chain"])
+        self.chain.transcript.messages = list(saved["messages"])
+        self.pending, self.memory = copy.copy(saved.get("pending")), dict(saved.get("memory", {}))
+        if self.pending is not None:
+            self.pending.marks = self.pending.placed()
 
 
 _SAVED = ("slot", "opening", "id", "number", "total")
@@ -305,5 +374,61 @@ def name_of(opening: Opening, number: int) -> str:
 
 def packed_dialog(state: Mapping[str, Any]) -> torch.Tensor:
     """A state of :meth:`Dialog.state_dict` in memory of its own: a pickle of a view holds all that it is a view of."""
-    chain = state["chain"]
-    return packed({**state, "chain": {**chain, "tokens": chain["tokens"].clone()}})
+    if "chain" in state:
+        state = {**state, "chain": {**state["chain"], "tokens": state["chain"]["tokens"].clone()}}
+    return packed(state)
+
+
+class Failures:
+    """Counts failures, and knows what the options say of them: ``on_error``, ``max_retries`` and ``max_failures``.
+
+    Args:
+        options: of the collector.
+        counts: where they are counted, by class of what was raised.
+
+    Attributes:
+        on_error: ``"raise"``, ``"drop"`` or ``"mask"``.
+        retries: whether anything is tried again.
+        due: errors that the rollout raises next.
+    """
+
+    def __init__(self, options: CollectorOptions, counts: Callable[[], Counter[str]]) -> None:
+        self.on_error, self._most_retries = options.on_error, options.max_retries
+        self._most_in_a_row, self._counts = options.max_failures, counts
+        self.retries = self._most_retries > 0
+        self.due: deque[BaseException] = deque()
+        self._tried: Counter[Origin | None] = Counter()  # how often again; None: the engine as a whole
+        self._in_a_row = 0
+
+    def may_retry(self, origin: Origin | None) -> bool:
+        """Whether a conversation (or, with None, the engine) is tried once more; that counts."""
+        if self._tried[origin] >= self._most_retries:
+            self._tried.pop(origin, None)
+            return False
+        self._tried[origin] += 1
+        return True
+
+    def ended_well(self, origin: Origin | None) -> None:
+        """A conversation has ended, or the engine has answered."""
+        self._tried.pop(origin, None)
+        if origin is not None:
+            self._in_a_row = 0
+
+    def add(self, origin: Origin, error: BaseException) -> None:
+        """A conversation has failed for good."""
+        self._tried.pop(origin, None)
+        self._counts()[type(error.__cause__ or error).__name__] += 1
+        if self.on_error == "raise":
+            if not any(each is error for each in self.due):  # a reward of a whole group fails once
+                self.due.append(error)
+            return
+        self._in_a_row += 1
+        if self._in_a_row >= self._most_in_a_row:
+            text = (
+                f"on_error={self.on_error!r}: {self._in_a_row} conversations have failed, and none has ended well "
+                f"between them. The last: {error} Correct the cause, or pass a larger max_failures."
+            )
+            stop = EnvError(text)
+            stop.__cause__ = error
+            self.due.append(stop)
+            self._in_a_row = 0

@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
-from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog
-from rollwright.collectors.rollout.paths.conversations.failures import Failures
+from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, Failures
 from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
 from rollwright.data.llm.turns import FinishReason
 from rollwright.envs.llm.core import Answer, Conversations, Outcome
@@ -43,16 +42,30 @@ class Exchange:
         self,
         conversations: Conversations,
         engine: Engine,
-        dialogs: Dialogs,
+        dialogs: Dialogs[Dialog],
         failures: Failures,
     ) -> None:
         self._conversations, self.engine, self._dialogs, self._failures = conversations, engine, dialogs, failures
         self._asked: dict[int, Dialog] = {}  # by key of the request
         self._keys = itertools.count()
-        dialogs.asked = self
         self._waits_until = math.inf  # on the clock of time.monotonic
 
     # What a rollout asks for --------------------------------------------------------------------------
+
+    def act(self) -> None:
+        """Answers to all prompts that a turn is to be taken of; of a stream, the next ones."""
+        dialogs = self._dialogs
+        if not dialogs.streams:
+            self.answer_all([dialog for dialog in dialogs.ready if not dialogs.row_of(dialog)])
+        elif dialogs.lack_turns():
+            self.stream()
+
+    def step(self) -> None:
+        """What follows the answers, until there are turns to take."""
+        if self._dialogs.streams:
+            self.complete_one()
+        else:
+            self.complete_each()
 
     def answer_all(self, dialogs: Sequence[Dialog]) -> None:
         """Hand answers to the environment, when all have come."""
@@ -135,7 +148,7 @@ class Exchange:
             dialog.asked = True
             if not dialog.number and isinstance(version := self.engine.version, int):
                 self._dialogs.undelivered.versions[dialog.opening.draw.origin] = version
-            requests.append(dialog.request(key, self.engine))
+            requests.append(dialog.request(key))
         try:
             self.engine.submit(requests)
         except ValueError:  # nothing was accepted
@@ -187,7 +200,15 @@ class Exchange:
     def _answer(self, dialog: Dialog, found: Completion) -> Answer:
         if found.finish_reason is FinishReason.ERROR:
             raise PolicyError(f"policy: the engine failed in {dialog.name}: {found.error}") from found.error
-        return dialog.answer(found, self.engine)
+        return dialog.answer(found)
+
+    def stats(self) -> dict[str, Any]:
+        """What it adds to ``stats()``."""
+        return {"tokens_discarded": self.engine.tokens_discarded}
+
+    def close(self) -> None:
+        """Nothing is asked for any more."""
+        self.cancel(self._dialogs)
 
     def cancel(self, dialogs: Iterable[Dialog | None]) -> None:
         """Have the engine forget what conversations were asked for."""

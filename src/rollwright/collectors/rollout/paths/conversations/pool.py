@@ -1,49 +1,337 @@
-"""ConversationPoolPath: a pool of environments of one conversation each; its place in the data follows delivery."""
+"""A pool of environments of one conversation each, whose turns are TensorDicts, for :class:`TurnPath`."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
-from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor, Names, Saved
-from rollwright.collectors.rollout.paths.conversations.pool_notes import (
-    PoolNotes,
-    loaded_frames,
-    opening_of,
-    saved_frames,
-)
+from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor
+from rollwright.collectors.rollout.paths.conversations.dialogs import EndedTurn, Failures, InSlot
+from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
+from rollwright.collectors.rollout.paths.conversations.turns import RecordMaker, TurnPath
 from rollwright.collectors.rollout.paths.parts import PathParts
-from rollwright.collectors.rollout.paths.pool import PoolFrame, PoolPath
+from rollwright.collectors.rollout.paths.pool import PoolSteps, Stepped
+from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.state import td_from, td_state
-from rollwright.data.llm.turns import Origin
+from rollwright.data.layout import stack_frames
+from rollwright.data.llm.records import origins_in
+from rollwright.data.llm.turns import FinishReason, Message, Origin
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.checkpoint import packed, unpacked
-from rollwright.envs.llm.core import Conversations, Opening
+from rollwright.envs.llm.core import ConversationSlots, DataPlace, Opening, PromptDraw
+from rollwright.envs.llm.slot_row import Name
 from rollwright.envs.llm.undelivered import Undelivered
 from rollwright.errors import EnvError
 from rollwright.modules.signature import Call
 
-_SavedEnv = tuple[dict[str, Any], str | None]  # its state, and why its conversation begins again
-_Before = tuple[TensorDictBase, _SavedEnv]  # what a step is taken from
 _MANY = 16  # notes that an environment is sent without a need
 
 
 def is_pool_of_conversations(env: AsyncEnvPool) -> bool:
     """Whether each environment of a pool is one of a single conversation (``LLMEnv``), with transforms or not."""
-    return env.ndim == 2 and env.batch_size[1] == 1 and hasattr(env, "keep_ended")
+    return env.ndim == 2 and env.batch_size[1] == 1 and hasattr(env, "begin_conversation")
 
 
-class ConversationPoolPath(PoolPath):
-    """A :class:`PoolPath` of conversations: each environment of the pool has one at a time, and its own data.
+class PooledConversations(ConversationSlots, DataPlace):
+    """The conversations of a pool, one in each environment, and the data of all of them.
 
-    A conversation that was drawn and not delivered is drawn again after a restore; those in progress are saved. Groups
-    of different environments have different ids: ``group_id`` of a record is that of its environment, times the number
-    of environments, plus the index of the environment.
+    Each environment has its own data, in whatever process it is, and begins the next conversation when one has ended.
+    The group of a conversation is that of its environment, times the number of environments, plus the index of the
+    environment. An environment is told what became of its conversations before it begins another one.
+
+    Args:
+        env: the pool.
+
+    Attributes:
+        roots: what the next steps are taken from, ``[]``, by index of the environment.
+    """
+
+    def __init__(self, env: AsyncEnvPool) -> None:
+        self._env, self.num_slots, self.source = env, env.num_envs, self
+        self.roots: dict[int, TensorDictBase] = {}
+        self._next: set[int] = set()  # environments that have begun a conversation which nobody asked for
+        self._done: list[list[Name]] = [[] for _ in range(self.num_slots)]  # delivered, which it was not told yet
+        self._claimed: list[list[Name]] = [[] for _ in range(self.num_slots)]
+        self._places: dict[int, dict[str, Any]] = {}  # in the data, when they were looked at last
+
+    # Conversations ------------------------------------------------------------------------------------
+
+    def open(self, slot: int) -> Opening:
+        """See :meth:`ConversationSlots.open`."""
+        if slot in self._next:
+            self._next.discard(slot)
+        elif self._begin(slot):
+            self._reset(slot)
+        else:
+            raise StopIteration
+        return self.opening_of(slot, self.roots[slot])
+
+    def takes(self, slot: int, opening: Opening) -> bool:
+        """See :meth:`ConversationSlots.takes`: in its own environment."""
+        return self._slot_of(opening.draw.origin) == slot
+
+    def load(self, slot: int, opening: Opening, messages: Sequence[Message], state: Mapping[str, Any]) -> None:
+        """See :meth:`ConversationSlots.load`."""
+        if not state:
+            self._begin(slot, _name(opening.draw.origin, self.num_slots))
+            self._reset(slot)
+            return
+        self._take_out(slot)
+        self._env.call(slot, "load_conversation", state["progress"])
+        root = td_from(state["root"])
+        assert root is not None
+        self.roots[slot] = root
+
+    def _begin(self, slot: int, name: Name | None = None) -> bool:
+        """Have an environment begin its next conversation, or the one that is named; whether there is any."""
+        self._take_out(slot)
+        return bool(self._env.call(slot, "begin_conversation", name))
+
+    def _reset(self, slot: int) -> None:
+        """Take the first prompt of the conversation that was begun."""
+        self._env.async_reset_send(env_index=[slot])
+        self.roots[slot] = self._env.async_reset_recv(env_index=[slot])[0][0]
+
+    def _take_out(self, slot: int) -> None:
+        """Tell an environment what came of its conversations, and take the one that is there out."""
+        self.tell(slot)
+        self._env.call(slot, "take_out", slot in self._next)
+        self._next.discard(slot)
+        self.roots.pop(slot, None)
+
+    def clear(self) -> None:
+        """See :meth:`ConversationSlots.clear`."""
+        for slot in range(self.num_slots):
+            self._take_out(slot)
+
+    def tell(self, slot: int, least: int = 1) -> None:
+        """Tell an environment what was delivered of its conversations, if that is as much as ``least``."""
+        if len(self._done[slot]) + len(self._claimed[slot]) >= least:
+            self._env.call(slot, "note", self._done[slot], self._claimed[slot])
+            self._done[slot], self._claimed[slot] = [], []
+
+    def stepped(self, slot: int, root: TensorDictBase, ended: Opening | None) -> None:
+        """A step has ended.
+
+        Args:
+            slot: of the environment.
+            root: what the next one is taken from.
+            ended: the conversation, if it has ended with that; where the root is its own, there is no other one.
+        """
+        if ended is not None and self.opening_of(slot, root) == ended:
+            return
+        self.roots[slot] = root
+        if ended is not None:
+            self._next.add(slot)
+
+    def opening_of(self, slot: int, root: TensorDictBase) -> Opening:
+        """The conversation that a root of an environment is of."""
+        [origin] = origins_in(root)
+        return Opening(PromptDraw(replace(origin, group=origin.group * self.num_slots + slot), {}))
+
+    def state(self, slot: int) -> dict[str, Any]:
+        """See :meth:`ConversationSlots.state`."""
+        self.tell(slot)
+        self._places[slot], progress, reason = self._env.call(slot, "save_conversation")
+        if reason is not None:
+            raise EnvError(reason)
+        return {"progress": progress, "root": td_state(self.roots[slot])}
+
+    # The data -----------------------------------------------------------------------------------------
+
+    def _slot_of(self, origin: Origin) -> int:
+        return origin.group % self.num_slots
+
+    def delivered(self, origin: Origin) -> None:
+        """See :meth:`DataPlace.delivered`."""
+        self._done[self._slot_of(origin)].append(_name(origin, self.num_slots))
+
+    def claim(self, origin: Origin) -> None:
+        """See :meth:`DataPlace.claim`."""
+        self._claimed[self._slot_of(origin)].append(_name(origin, self.num_slots))
+
+    def group_size(self, origin: Origin) -> int:
+        """See :meth:`DataPlace.group_size`."""
+        sizes: list[int] = self._env.repeats
+        return sizes[self._slot_of(origin)]
+
+    def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
+        """See :meth:`DataPlace.divided`."""
+        raise ValueError("what is in progress belongs to the environment of one worker.")
+
+    def look(self, slot: int) -> None:
+        """Note the place of an environment in its data, before it is busy."""
+        self.tell(slot)
+        self._places[slot] = self._env.call(slot, "save_place")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`DataPlace.state_dict`; that of an environment which is busy is as it was before."""
+        for slot in {*range(self.num_slots)}.difference(self._env.busy):
+            self.look(slot)
+        places = [packed(self._places[slot]) for slot in range(self.num_slots)]
+        return {"envs": places, "done": [list(map(list, names)) for names in self._done]}
+
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`DataPlace.check_state`.
+
+        Raises:
+            ValueError: it was saved with another number of environments, or of another environment.
+        """
+        if (count := len(state_dict.get("envs", ()))) != self.num_slots:
+            raise ValueError(
+                f"state_dict: expected that of a pool of {self.num_slots} environments, got one of {count}. Make the "
+                "pool as the one that was saved."
+            )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`DataPlace.load_state_dict`."""
+        self.check_state(state_dict)
+        for slot, (place, done) in enumerate(zip(state_dict["envs"], state_dict["done"], strict=True)):
+            self._env.call(slot, "load_place", unpacked(place))
+            self._done[slot], self._claimed[slot] = [(group, repeat) for group, repeat in done], []
+
+
+def _name(origin: Origin, count: int) -> Name:
+    """The name that its environment has for a conversation."""
+    return origin.group // count, origin.repeat
+
+
+@dataclass(slots=True)
+class PooledTurn:
+    """A turn of a pool.
+
+    Attributes:
+        td: its record.
+        number: within the conversation.
+        origin: of the conversation.
+        done: whether it is the last one.
+    """
+
+    td: TensorDictBase
+    number: int
+    origin: Origin
+    done: bool
+    finish_reason: FinishReason = FinishReason.STOP
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+class PoolExchange:
+    """Has a policy act where environments of a pool are ready, and hands complete turns to the row.
+
+    Args:
+        conversations: of the pool.
+        steps: acts, and takes steps.
+        dialogs: the conversations.
+    """
+
+    def __init__(self, conversations: PooledConversations, steps: PoolSteps, dialogs: Dialogs[InSlot]) -> None:
+        self._conversations, self._steps, self._dialogs = conversations, steps, dialogs
+
+    def act(self) -> None:
+        """See :meth:`TurnTaker.act`: the policy acts on all environments that are ready."""
+        dialogs, conversations = self._dialogs, self._conversations
+        for dialog in list(dialogs):
+            if dialog.asked and dialog.slot not in self._steps.env.busy:  # its step was lost
+                dialogs.begin_again(dialog)
+        dialogs.fill()
+        if not dialogs.lack_turns() or not (ready := dialogs.ready):
+            return
+        for dialog in ready:
+            conversations.tell(dialog.slot, _MANY)
+            dialogs.keep_before(dialog)
+            if dialogs.cursor.keeps_place and dialog.before is None:
+                conversations.look(dialog.slot)
+        roots = {dialog.slot: conversations.roots[dialog.slot] for dialog in ready}
+        try:
+            self._steps.send(roots, {dialog.slot: dialog.id for dialog in ready})
+        except Exception as error:
+            dialogs.raise_of_all(error)
+        finally:
+            busy = self._steps.env.busy
+            for dialog in ready:
+                dialog.asked = dialog.slot in busy
+
+    def step(self) -> None:
+        """See :meth:`TurnTaker.step`."""
+        dialogs = self._dialogs
+        while dialogs.lack_turns():
+            self.act()
+            if self._steps.env.busy:
+                self._receive()
+            dialogs.fill()
+            dialogs.raise_due()
+
+    def _receive(self, index: int | None = None) -> None:
+        before = set(self._steps.env.busy)
+        try:
+            found = self._steps.receive(index)
+        except EnvError as error:
+            gone = before - set(self._steps.env.busy)
+            failed = [dialog for dialog in self._dialogs if dialog.slot in gone]
+            if not failed:
+                raise
+            names = [f"{dialog.opening.draw.origin.name}, turn {dialog.number}" for dialog in failed]
+            named = error
+            if not any(dialog.opening.draw.origin.name in str(error) for dialog in failed):
+                named = EnvError(f"the conversation of {', '.join(names)}: {error}")
+                named.__cause__ = error
+            for dialog in failed:
+                self._dialogs.fail(dialog, named)
+            return
+        for each in found:
+            self._take(each)
+
+    def _take(self, stepped: Stepped) -> None:
+        """A step has ended."""
+        slot, frame = stepped.env_index, stepped.frame
+        dialog = self._dialogs.slots[slot]
+        assert dialog is not None
+        dialog.asked = False
+        dialog.total, dialog.number = dialog.total + stepped.reward, dialog.number + 1
+        self._conversations.stepped(slot, stepped.root, dialog.opening if stepped.over else None)
+        for td in (frame, frame.get("next")):
+            if (group := td.get("group_id", None)) is not None:
+                td.set("group_id", group * self._conversations.num_slots + slot)
+        turn = PooledTurn(frame, dialog.number - 1, dialog.opening.draw.origin, stepped.over)
+        self._dialogs.keep(dialog, EndedTurn(turn, dialog.id, dialog.opening))
+
+    def cancel(self, dialogs: Iterable[InSlot]) -> None:
+        """See :meth:`TurnTaker.cancel`: wait for their steps, whose turns nobody gets."""
+        for dialog in list(dialogs):
+            if dialog.asked and dialog.slot in self._steps.env.busy:
+                with suppress(EnvError):  # of an environment that begins another conversation next
+                    for each in self._steps.receive(dialog.slot):
+                        self._conversations.stepped(each.env_index, each.root, dialog.opening if each.over else None)
+            dialog.asked = False
+
+    def follow_all(self) -> None:
+        """See :meth:`TurnTaker.follow_all`."""
+        while self._steps.env.busy:
+            self._receive()
+
+    def end_waits(self, in_s: float) -> None:
+        """See :meth:`TurnTaker.end_waits`: a step has a limit of its own."""
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`TurnTaker.stats`."""
+        return {"environments_busy": len(self._steps.env.busy)}
+
+    def close(self) -> None:
+        """See :meth:`TurnTaker.close`: the pool ends its steps."""
+
+
+def _record(ended: EndedTurn) -> TensorDictBase:
+    td: TensorDictBase = ended.turn.td
+    return td.set(IDS, torch.tensor(ended.id, device="cpu"))
+
+
+def turns_of_pool(parts: PathParts, env: AsyncEnvPool, call: Call, *, fresh_outputs: bool) -> TurnPath:
+    """A path of the conversations of a pool, in the order in which their turns end.
 
     Args:
         parts: what it is made of.
@@ -51,310 +339,16 @@ class ConversationPoolPath(PoolPath):
         call: calls the policy.
         fresh_outputs: whether its outputs are new tensors at each call.
     """
-
-    cursor: ConversationCursor
-    sizes = None
-
-    def __init__(self, parts: PathParts, env: AsyncEnvPool, call: Call, *, fresh_outputs: bool) -> None:
-        super().__init__(parts, env, call, fresh_outputs=fresh_outputs)
-        env.keep_ended()
-        self._every = range(env.num_envs)
-        self._notes = PoolNotes(env.num_envs)
-        undelivered = Undelivered(cast(Conversations, self._notes))  # of which it uses the source
-        self.cursor = ConversationCursor(lambda: undelivered, parts.ids, delivers_whole=self._delivers_whole)
-        self.cursor.follow(self)
-        self._resets = parts.options.reset_at_each_iter
-        self._over: set[int] = set()  # environments whose data is over
-        self._at: list[Opening | None] = [None] * env.num_envs  # conversations in progress
-        self._asked: dict[int, _Before] = {}  # before steps that were asked for, where the place is kept
-
-    # Frames -------------------------------------------------------------------------------------------
-
-    def _sent(self, acted: TensorDictBase) -> TensorDictBase:
-        rows = [LazyStackedTensorDict(row, stack_dim=0) for row in acted.unbind(0)]
-        return LazyStackedTensorDict(*rows, stack_dim=0)
-
-    def _take(self, index: int, frame: TensorDictBase, root: TensorDictBase, over: bool) -> None:
-        frame, root = frame[0].copy(), root[0]
-        for td in (frame, frame.get("next")):
-            if (group := td.get("group_id", None)) is not None:
-                td.set("group_id", group * len(self._every) + index)
-        super()._take(index, frame, root, over)
-        self._at[index] = self._begun_at(index, root)
-        if over and self._at[index] == opening_of(frame):  # it repeats what has ended: there is no other one
-            del self._roots[index]
-            self._at[index] = None
-            self._over.add(index)
-
-    def _begun_at(self, index: int, root: TensorDictBase) -> Opening:
-        return opening_of(root.copy().set("group_id", root.get("group_id") * len(self._every) + index))
-
-    def _name(self, index: int) -> str:
-        at = self._at[index]
-        return "" if at is None else at.draw.origin.name
-
-    def _receive(self, index: int | None = None) -> None:
-        before = set(self._env.busy)
-        try:
-            super()._receive(index)
-        except EnvError as error:
-            failed = sorted(before & self._idle())
-            if not failed or any(self._name(place) in str(error) for place in failed):
-                raise
-            where = ", ".join(f"{self._name(place)}, turn {self._totals[place][1]}" for place in failed)
-            raise EnvError(f"the conversation of {where}: {error}") from error
-
-    def _idle(self) -> set[int]:
-        """Environments without a conversation: their last one has failed, or was not saved."""
-        return {*self._every} - {*self._env.busy} - self._roots.keys() - self._over
-
-    # Beginning ----------------------------------------------------------------------------------------
-
-    def reset(self, **kwargs: Any) -> None:
-        """See :meth:`Path.reset`; what is in progress is dropped, one in which nothing was answered yet stays."""
-        self._renew(self._every)
-        self._started = True
-        if self.is_over:
-            raise EnvError(
-                "env: there is no prompt to begin a conversation with: the data of all environments of the pool is "
-                "empty, or over. Pass more data, or more epochs."
-            )
-
-    def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
-        """See :meth:`Path.reset_some`."""
-        self._renew(marked.reshape(-1).nonzero().reshape(-1).tolist())
-
-    def _renew(self, chosen: Iterable[int]) -> None:
-        """End what is in progress, on purpose, and begin the next conversations."""
-        chosen = list(chosen)
-        self._settle(chosen)
-        for index in chosen:
-            frames = [frame for frame in (*self._held[index], *self._row) if frame.env_index == index]
-            gone = {frame.id: opening_of(frame.td) for frame in frames}
-            if (at := self._at[index]) is not None and self._began(index):
-                gone[self._id[index]] = at
-            self.cursor.undelivered.drop(gone.values())
-        self._row = deque(frame for frame in self._row if frame.env_index not in chosen)
-        for index in chosen:
-            self._open(index)
-
-    def _began(self, index: int) -> bool:
-        return self._totals[index][1] > 0
-
-    def _settle(self, chosen: Iterable[int]) -> None:
-        """Wait for steps that are in progress."""
-        for index in set(chosen) & set(self._env.busy):
-            with suppress(EnvError):  # of an environment that begins another conversation next
-                self._receive(index)
-
-    def _open(self, index: int) -> None:
-        """Have an environment begin its next conversation, if there is one."""
-        self._flush(index)
-        self._roots.pop(index, None)
-        self._totals[index], self._held[index] = (0.0, 0), []
-        if not self._env.call(index, "next_conversation"):
-            self._over.add(index)
-            self._at[index] = None
-            return
-        self._over.discard(index)
-        self._env.async_reset_send(env_index=[index])
-        self._roots[index] = root = self._env.async_reset_recv(env_index=[index])[0][0]
-        self._at[index] = self._begun_at(index, root)
-
-    def _flush(self, index: int) -> None:
-        """Tell an environment what has come of its conversations."""
-        undelivered, notes = self.cursor.undelivered, self._notes
-        done, found = notes.take(index), list(undelivered.again)
-        again = [at.draw.origin for at in found if notes.env_of(at.draw.origin) == index]
-        if done or again:
-            undelivered.again = deque(at for at in found if notes.env_of(at.draw.origin) != index)
-            self._env.call(index, "note", done, [notes.name_of(origin) for origin in again])
-
-    # A rollout ----------------------------------------------------------------------------------------
-
-    def begin(self, *, random: bool) -> None:
-        """See :meth:`Path.begin`."""
-        super().begin(random=random)
-        self.cursor.begin(self._batch)
-        self._fill()
-
-    def _fill(self) -> None:
-        """Begin conversations in environments that have none."""
-        for index in sorted(self._idle()):
-            self._id[index] = self.cursor.fresh_id()
-            self._open(index)
-
-    def act(self, t: int) -> None:
-        """See :meth:`Path.act`."""
-        for index in self._roots:
-            if len(self._notes.of[index]) >= _MANY:
-                self._flush(index)
-        if self.cursor.keeps_place:
-            self._asked |= {index: (root, self._save(index)) for index, root in self._roots.items()}
-        super().act(t)
-
-    def finish(self, steps: int) -> TensorDictBase:
-        """See :meth:`Path.finish`."""
-        taken, found = self._batch, super().finish(steps)
-        ended = {frame.id: opening_of(frame.td) for frame in taken if frame.ended is not None}
-        self.cursor.finish((opening_of(frame.td) for frame in taken), ended)
-        if self._resets:  # now, so that it shows whether the data is over
-            self._renew(self._every)
-        return found
-
-    # What nobody gets ---------------------------------------------------------------------------------
-
-    @property
-    def current(self) -> TensorDictBase | None:
-        """See :attr:`Path.current`: None; each environment has one of its own."""
-        return None
-
-    @current.setter
-    def current(self, current: TensorDictBase | None) -> None:
-        """Begin again what nobody got."""
-        self.cursor.start_over()
-
-    def forget(self) -> None:
-        """See :meth:`Path.forget`."""
-        self.cursor.forget()
-        self._env.forget_conversations()
-        self._notes.clear()
-
-    def _fail(self, index: int) -> Opening | None:
-        """The conversation of an environment cannot go on: drop its frames; returns which it is."""
-        number = self._id[index]
-        self._totals[index], self._held[index] = (0.0, 0), []
-        self._row = deque(frame for frame in self._row if frame.id != number)
-        at, self._at[index] = self._at[index], None
-        return at
-
-    # What its cursor asks of it -----------------------------------------------------------------------
-
-    only_rest = False  # an error takes them all back
-
-    @property
-    def is_over(self) -> bool:
-        """See :attr:`InProgress.is_over`."""
-        return len(self._over) == len(self._every) and not self._row
-
-    def delivered(self) -> None:
-        """See :meth:`InProgress.delivered`."""
-
-    def begun(self) -> list[Opening]:
-        """See :meth:`InProgress.begun`."""
-        going_on = [at for index, at in enumerate(self._at) if at is not None and self._began(index)]
-        return [opening_of(frame.td) for frame in self._row] + going_on
-
-    def interrupt(self) -> list[Opening]:
-        """See :meth:`InProgress.interrupt`; waits for steps that are in progress."""
-        self._settle(self._every)
-        found = [opening_of(frame.td) for frame in (*self._batch, *self._row)]
-        found += [at for at in self._at if at is not None]
-        self._roots.clear()
-        self._row.clear()
-        self._over.clear()
-        self._at = [None for _ in self._every]
-        self._totals, self._held = [(0.0, 0) for _ in self._every], [[] for _ in self._every]
-        self._batch, self._started = [], False
-        return found
-
-    def go_back(self, mark: list[PoolFrame], *, keeps: bool) -> list[Opening]:
-        """See :meth:`InProgress.go_back`: frames go back to the row; an environment that failed begins again."""
-        if not keeps or self._delivers_whole:
-            return [*(opening_of(frame.td) for frame in mark), *self.interrupt()]
-        self._row.extendleft(reversed(mark))
-        mark.clear()
-        return [at for index in sorted(self._idle()) if (at := self._fail(index)) is not None]
-
-    def look_ahead(self) -> None:
-        """See :meth:`InProgress.look_ahead`."""
-        if self._started:
-            self._fill()
-        else:
-            self._renew(self._every)
-
-    def save(self, *, waits: bool, alone: bool) -> Saved:
-        """See :meth:`InProgress.save`."""
-        unsaved = self._receive_all() if waits else []
-        for index in set(self._env.busy) - self._asked.keys():  # it was asked for before the place was kept
-            self._receive(index)
-        asked = {index: self._asked[index] for index in self._env.busy}
-        roots = {**self._roots, **{index: root for index, (root, _) in asked.items()}}
-        lost, again = list[tuple[Opening, str]](), set[int]()
-        states, done = list[dict[str, Any]](), list[Origin]()
-        for index, at in enumerate(self._at):
-            state, reason = asked[index][1] if index in asked else self._save(index)
-            states.append(state)
-            done += self._notes.of[index]  # what it was not told yet
-            if reason is not None and at is not None:
-                again.add(self._id[index])
-                lost += [(at, reason)] if self._began(index) else []
-        if alone:
-            nothing = {"undelivered": packed({}), "again": packed([]), "dropped": 0, "progress": None}
-            envs = [packed({"source": state["source"], **nothing}) for state in states]
-            return Saved({"envs": envs, "roots": [None] * len(envs), "row_ids": None}, done=done)
-        ids = self.row_ids()
-        found = {
-            "envs": [packed(state) for state in states],
-            "roots": [td_state(roots.get(index) if self._id[index] not in again else None) for index in self._every],
-            "ids": list(self._id),
-            "totals": [list(each) for each in self._totals],
-            "held": [saved_frames(frames, again) for frames in self._held],
-            "row": saved_frames(self._row, again),
-            "over": sorted(self._over),
-            "row_ids": None if ids is None else torch.from_numpy(ids),
-        }
-        return Saved(found, lost, unsaved, done)
-
-    def _receive_all(self) -> list[str]:
-        """Take the steps that are in progress; returns what could not be taken, for people."""
-        unsaved = []
-        for index in self._env.busy:
-            try:
-                self._receive(index)
-            except EnvError as error:
-                unsaved.append(f"{self._name(index)} begins again: {error}")
-                if (at := self._fail(index)) is not None:
-                    self.cursor.begin_again([at])
-        return unsaved
-
-    def _save(self, index: int) -> _SavedEnv:
-        """What an environment saves, see :meth:`Pooled.save_conversation`."""
-        self._flush(index)
-        return cast(_SavedEnv, self._env.call(index, "save_conversation"))
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`InProgress.check_state`.
-
-        Raises:
-            ValueError: it was saved with another number of environments, or of another environment.
-        """
-        if len(state_dict.get("envs", ())) != len(self._every):
-            raise ValueError(
-                f"state_dict: expected that of a pool of {len(self._every)} environments, got one of "
-                f"{len(state_dict.get('envs', ()))}. Make the pool as the one that was saved."
-            )
-
-    def load(self, state_dict: Mapping[str, Any], names: Names, place: Callable[[], None]) -> None:
-        """See :meth:`InProgress.load`."""
-        self._notes.clear()
-        place()
-        for index in self._every:
-            self._env.call(index, "load_conversation", unpacked(state_dict["envs"][index]), self._notes.take(index))
-            if (root := td_from(state_dict["roots"][index])) is not None:
-                self._roots[index] = root
-                self._at[index] = self._begun_at(index, root)
-        if state_dict["row_ids"] is None:
-            self._roots.clear()
-            return
-        self._id = [names.of(number) for number in state_dict["ids"]]
-        self._totals = [(total, length) for total, length in state_dict["totals"]]
-        self._held = [loaded_frames(frames, names) for frames in state_dict["held"]]
-        self._row = deque(loaded_frames(state_dict["row"], names))
-        self._over = set(state_dict["over"])
-        self._started = True
-        self._fill()  # now, so that it shows whether the data is over
-
-    def stats(self) -> dict[str, Any]:
-        """See :meth:`Path.stats`."""
-        return {**super().stats(), **self.cursor.stats()}
+    conversations, whole = PooledConversations(env), parts.options.delivers_whole
+    undelivered = Undelivered(conversations)
+    cursor = ConversationCursor(lambda: undelivered, parts.ids, delivers_whole=whole)
+    failures = Failures(parts.options, lambda: undelivered.failed)
+    dialogs = Dialogs(conversations, InSlot, streams=True, whole=whole, cursor=cursor, failures=failures, marks=False)
+    steps = PoolSteps(parts, env, call, fresh_outputs=fresh_outputs)
+    dialogs.taker = PoolExchange(conversations, steps, dialogs)
+    records = RecordMaker(_record, stack=lambda found: stack_frames(found, 0))
+    how = {
+        "env": "plain: a pool whose environments go by themselves",
+        "policy": "plain: acts on the environments that are ready",
+    }
+    return TurnPath(parts, dialogs, records, how=how, calls_policy=True)

@@ -22,6 +22,7 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.checkpoint import load_env, save_env, unpacked
 from rollwright.envs.llm.core import Conversations, Opening
 from rollwright.envs.llm.env import ConversationEnv
+from rollwright.envs.llm.slot_row import Slots
 from rollwright.envs.llm.undelivered import Undelivered
 
 
@@ -88,13 +89,13 @@ class ConversationRows:
         self._taken: dict[Origin, Opening] = {}  # of the conversations that steps were taken in, since its begin
 
     @property
-    def _env(self) -> ConversationEnv:
+    def _slots(self) -> Slots:
         env: ConversationEnv = _inside(self._outer)  # another one where it was recreated
-        return env
+        return env.slots
 
     def undelivered(self) -> Undelivered:
         """The conversations that nobody got."""
-        return self._env.undelivered
+        return self._slots.undelivered
 
     # A rollout ----------------------------------------------------------------------------------------
 
@@ -106,12 +107,12 @@ class ConversationRows:
         """
         self._taken, mark = {}, None
         with suppress(Exception):  # conversations may refuse to be saved in any way; they begin again then
-            mark = _Mark(self._env.progress(), current.copy())
+            mark = _Mark(self._slots.state(), current.copy())
         self.cursor.begin(mark)
 
     def before_step(self) -> list[int]:
         """Note which conversations a step is taken in; returns the rows that have none."""
-        self._now = self._env.openings
+        self._now = self._slots.openings
         self._taken.update((opening.draw.origin, opening) for opening in self._now if opening is not None)
         return [slot for slot, opening in enumerate(self._now) if opening is None]
 
@@ -130,7 +131,7 @@ class ConversationRows:
 
     def following(self, ended: torch.Tensor) -> torch.Tensor:
         """Where a conversation follows one that has ended, bool ``[slots]``."""
-        return ended & torch.tensor([opening is not None for opening in self._env.openings], device="cpu")
+        return ended & torch.tensor([opening is not None for opening in self._slots.openings], device="cpu")
 
     def finish(self, *, renew: bool) -> None:
         """The batch is complete.
@@ -141,11 +142,11 @@ class ConversationRows:
         self.cursor.finish(self._taken.values(), self._ended)
         self._ended = {}
         if renew:
-            self._env.renew()
+            self._slots.renew()
 
     def row_ids(self, ids: Any) -> Any:
         """Ids of the trajectories that rows go on with; -1 where a row has no conversation, or begins one."""
-        return np.where(self._env.in_progress, ids, -1)
+        return np.where(self._slots.in_progress, ids, -1)
 
     # What its cursor asks of it -----------------------------------------------------------------------
 
@@ -154,32 +155,32 @@ class ConversationRows:
     @property
     def is_over(self) -> bool:
         """See :attr:`InProgress.is_over`."""
-        return self._env.is_over
+        return self._slots.is_over
 
     def delivered(self) -> None:
         """See :meth:`InProgress.delivered`."""
 
     def begun(self) -> list[Opening]:
         """See :meth:`InProgress.begun`."""
-        env = self._env
-        return [at for at, goes_on in zip(env.openings, env.in_progress, strict=True) if at is not None and goes_on]
+        slots = self._slots
+        return [at for at, goes_on in zip(slots.openings, slots.in_progress, strict=True) if at is not None and goes_on]
 
     def interrupt(self) -> list[Opening]:
         """See :meth:`InProgress.interrupt`."""
         ended, self._ended = list(self._ended.values()), {}
-        return [*ended, *self._env.interrupted()]
+        return [*ended, *self._slots.interrupted()]
 
     def go_back(self, mark: _Mark, *, keeps: bool) -> list[Opening]:
         """See :meth:`InProgress.go_back`; steps that were taken since are taken again."""
         self._ended = {}
-        self._env.go_back(mark.progress, self._taken.values())
+        self._slots.go_back(mark.progress, self._taken.values())
         self.path.current = mark.current.copy()
         return []
 
     def look_ahead(self) -> None:
         """See :meth:`InProgress.look_ahead`: the next reset shows what is begun here."""
         if self.path.current is None:
-            self._env.renew()
+            self._slots.renew()
 
     def save(self, *, waits: bool, alone: bool) -> Saved:
         """See :meth:`InProgress.save`: all conversations, or none."""
@@ -216,7 +217,7 @@ class ConversationRows:
             place()  # it was undone
             self.cursor.begin_again(unpacked(state_dict["partly"]), warns=False)
         if state_dict["row_ids"] is not None:
-            self._env.renew()  # it may have been the last ones that ended
+            self._slots.renew()  # it may have been the last ones that ended
 
 
 def acted_on_others(

@@ -8,24 +8,28 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor, Names, Saved
-from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, EndedTurn, name_of, packed_dialog
-from rollwright.collectors.rollout.paths.conversations.failures import Failures
-from rollwright.data.llm.chain import TokenChain
+from rollwright.collectors.rollout.paths.conversations.dialogs import (
+    EndedTurn,
+    Failures,
+    InSlot,
+    name_of,
+    packed_dialog,
+)
 from rollwright.data.llm.turns import FinishReason, Origin
 from rollwright.envs.checkpoint import packed, unpacked
-from rollwright.envs.llm.core import Conversations, Opening
+from rollwright.envs.llm.core import ConversationSlots, Opening
 from rollwright.envs.llm.transforms import TurnHook
 from rollwright.envs.llm.undelivered import Undelivered
 from rollwright.errors import EnvError, PolicyError
-from rollwright.modules.llm.engine import Engine
 
+T = TypeVar("T", bound=InSlot)
 Times = list[list[EndedTurn | None]]  # turns by time and row; None: the row has none then
 
 
@@ -45,59 +49,76 @@ class Mark(NamedTuple):
     batch: Times
 
 
-class Asked(Protocol):
-    """What conversations wait for."""
+class TurnTaker(Protocol):
+    """Who has conversations answered, and takes their turns."""
 
-    def cancel(self, dialogs: Iterable[Dialog | None]) -> None:
-        """Have the engine forget what conversations were asked for."""
+    def act(self) -> None:
+        """Have prompts answered."""
+
+    def step(self) -> None:
+        """Take what follows the answers, until there are turns for the batch."""
+
+    def cancel(self, dialogs: Iterable[Any]) -> None:
+        """Forget what conversations were asked for."""
 
     def follow_all(self) -> None:
-        """Wait for tools and rewards that are in progress."""
+        """Wait for steps, tools and rewards that are in progress."""
+
+    def end_waits(self, in_s: float) -> None:
+        """See :meth:`TurnPath.end_waits`."""
+
+    def stats(self) -> dict[str, Any]:
+        """What it adds to ``stats()``."""
+
+    def close(self) -> None:
+        """End what is in progress."""
 
 
-class Dialogs:
+class Dialogs(Generic[T]):
     """Conversations in slots, and rows of turns that are complete and were not taken yet: an :class:`InProgress`.
 
     Args:
         conversations: of the environment.
-        chain: makes the tokens of a conversation.
-        engine: of the policy.
+        make: a conversation in a slot, before its first prompt, by its slot, its opening and the id of its trajectory.
         streams: there is one row, of turns in the order in which they end; False: a row for each slot.
         whole: conversations are delivered whole: with ``streams``, turns wait in theirs until it has ended.
         cursor: keeps account of them.
         failures: what becomes of those that fail.
         most: conversations that may be begun and not delivered; None: any number.
+        marks: conversations can be put back to where a batch began; False: their states take too long, and after an
+            error that is of no conversation, turns of the batch are kept for the next one.
 
     Attributes:
         slots: the conversations; None: there is none.
         rows: turns that were not taken.
         batch: turns of the current batch, by time and row.
-        asked: what they wait for.
+        streams, cursor: as given.
+        taker: what they wait for.
         hooks: what transforms of the environment do with a complete turn.
         started: whether they were begun.
         intact: whether an error has ended the batch that leaves all but its conversation as they are.
     """
 
-    asked: Asked
+    taker: TurnTaker
     hooks: list[TurnHook]
 
     def __init__(
         self,
-        conversations: Conversations,
-        chain: Callable[[], TokenChain],
-        engine: Engine,
+        conversations: ConversationSlots,
+        make: Callable[[int, Opening, int], T],
         *,
         streams: bool,
         whole: bool,
         cursor: ConversationCursor,
         failures: Failures,
         most: int | None = None,
+        marks: bool = True,
     ) -> None:
-        self._most = most
+        self._most, self._marks, self.hooks = most, marks, []
         count = conversations.num_slots
-        self._conversations, self._chain, self._engine, self._failures = conversations, chain, engine, failures
-        self._streams, self._whole, self._holds, self._cursor = streams, whole, streams and whole, cursor
-        self.slots: list[Dialog | None] = [None] * count
+        self._conversations, self._make, self._failures = conversations, make, failures
+        self.streams, self._whole, self._holds, self.cursor = streams, whole, streams and whole, cursor
+        self.slots: list[T | None] = [None] * count
         self.rows: list[deque[EndedTurn]] = [deque() for _ in range(1 if streams else count)]
         self.batch: Times = []
         self.started = False
@@ -109,31 +130,36 @@ class Dialogs:
         self.intact = False
 
     @property
+    def kind(self) -> str:
+        """What the conversations are, for messages."""
+        return type(self._conversations).__name__
+
+    @property
     def undelivered(self) -> Undelivered:
         """The conversations that nobody got."""
-        return self._cursor.undelivered
+        return self.cursor.undelivered
 
-    def __iter__(self) -> Iterator[Dialog]:
+    def __iter__(self) -> Iterator[T]:
         """The conversations that there are."""
         return (dialog for dialog in self.slots if dialog is not None)
 
     @property
-    def ready(self) -> list[Dialog]:
+    def ready(self) -> list[T]:
         """Conversations whose prompt waits to be answered."""
         return [dialog for dialog in self if dialog.is_ready]
 
     @property
-    def waiting(self) -> list[Dialog]:
+    def waiting(self) -> list[T]:
         """Conversations in which something is to follow an answer, or the first prompt is to come."""
         return [dialog for dialog in self if dialog.is_waiting]
 
-    def row_of(self, dialog: Dialog) -> deque[EndedTurn]:
+    def row_of(self, dialog: T) -> deque[EndedTurn]:
         """Where the turns of a conversation go."""
-        return self.rows[0 if self._streams else dialog.slot]
+        return self.rows[0 if self.streams else dialog.slot]
 
     def lack_turns(self) -> bool:
         """Whether a row has no turn to take that another one will come for."""
-        if self._streams:
+        if self.streams:
             return not self.rows[0] and any(not dialog.rests for dialog in self)
         return any(
             not row and dialog is not None and not dialog.rests
@@ -161,15 +187,16 @@ class Dialogs:
     def _begin(self, slot: int, opening: Opening, number: int = -1) -> None:
         """A conversation at its first prompt, under the id of its trajectory; if it cannot begin, it has failed."""
         error: EnvError | ValueError | None = opening.error
+        opening = replace(opening, error=None)
         if error is None:
             try:
-                dialog = self.slots[slot] = Dialog.begun(slot, opening, self._chain())
-                dialog.id = number
+                self.slots[slot] = dialog = self._make(slot, opening, number)
+                dialog.begin()
                 return
             except ValueError as found:
                 error = ValueError(f"{name_of(opening, 0)}: {found}")
                 error.__cause__ = found
-        self.slots[slot] = dialog = Dialog(slot, replace(opening, error=None), self._chain(), number)
+        self.slots[slot] = dialog = self._make(slot, opening, number)
         self.fail(dialog, error)
 
     def fill(self, *, lacking: bool = False) -> None:
@@ -186,7 +213,7 @@ class Dialogs:
                     break
                 self.open(slot)
                 if (dialog := self.slots[slot]) is not None and dialog.id < 0:
-                    dialog.id = self._cursor.fresh_id()
+                    dialog.id = self.cursor.fresh_id()
             if self._failures.due:
                 return
             if not self._may_begin():
@@ -215,7 +242,7 @@ class Dialogs:
                 else:
                     self._vacant.add(slot)
 
-    def keep(self, dialog: Dialog, ended: EndedTurn) -> None:
+    def keep(self, dialog: T, ended: EndedTurn) -> None:
         """A turn is complete."""
         turn = ended.turn
         for hook in self.hooks:
@@ -236,37 +263,36 @@ class Dialogs:
         else:
             row.append(ended)
         if ended.ended is not None:
-            self.slots[dialog.slot] = None
-            self._vacant.add(dialog.slot)
+            self._vacate(dialog)
 
-    def _drop(self, dialog: Dialog) -> None:
+    def _drop(self, dialog: T) -> None:
         """A conversation ends here, on purpose: its prompt counts as done."""
-        self.asked.cancel([dialog])
+        self.taker.cancel([dialog])
         gone = {dialog.id: dialog.opening}
-        if not self._streams:
+        if not self.streams:
             gone |= {each.id: each.opening for each in self.row_of(dialog)}
             self.row_of(dialog).clear()
         self.undelivered.drop(gone.values())
 
     # Those that fail ----------------------------------------------------------------------------------
 
-    def fail(self, dialog: Dialog, error: EnvError | PolicyError | ValueError) -> None:
+    def fail(self, dialog: T, error: EnvError | PolicyError | ValueError) -> None:
         """A conversation has failed: it is tried again, or what ``on_error`` says becomes of it.
 
         With ``"raise"``, the error is due, and the conversation rests, as it was before.
         """
         origin, failures = dialog.opening.draw.origin, self._failures
-        self.asked.cancel([dialog])
+        self.taker.cancel([dialog])
         dialog.asked = False
-        refused = isinstance(error, ValueError) and dialog.pending is None  # which it would be again
+        refused = isinstance(error, ValueError) and not dialog.has_answer  # which it would be again
         if not refused and failures.may_retry(origin) and (again := self._rewound(dialog)) is not None:
             self._go_on(again)
             return
         failures.add(origin, error)
         if failures.on_error == "mask":
             if dialog.id < 0:
-                dialog.id = self._cursor.fresh_id()
-            self.keep(dialog, dialog.failed(self._engine, self._like))
+                dialog.id = self.cursor.fresh_id()
+            self.keep(dialog, dialog.failed(self._like))
             self._trace_failure(dialog, error)
             return
         if failures.on_error == "raise" and (again := self._rewound(dialog, far=True)) is not None:
@@ -276,24 +302,33 @@ class Dialogs:
         self._trace_failure(dialog, error)
         self._take_out(dialog, 0)
         self._gone.add(origin)
-        self.slots[dialog.slot] = None
-        self._vacant.add(dialog.slot)
+        self._vacate(dialog)
         if failures.on_error == "raise":
-            self._cursor.begin_again([dialog.opening])  # which ends it: turns of it were delivered
+            self.cursor.begin_again([dialog.opening])  # which ends it: turns of it were delivered
         else:
             self.undelivered.leave_out(dialog.opening, error)
 
-    def _trace_failure(self, dialog: Dialog, error: BaseException) -> None:
+    def _vacate(self, dialog: T) -> None:
+        self.slots[dialog.slot] = None
+        self._vacant.add(dialog.slot)
+
+    def begin_again(self, dialog: T) -> None:
+        """A conversation begins again, or ends where turns of it were delivered: nobody knows how far it is."""
+        self._take_out(dialog, 0)
+        self._vacate(dialog)
+        self.cursor.begin_again([dialog.opening])
+
+    def _trace_failure(self, dialog: T, error: BaseException) -> None:
         """Write that a conversation has failed, with the answer that it failed after."""
         trace = self.undelivered.trace
         if trace is None:
             return
-        if dialog.pending is not None:
-            trace.turn(dialog.failed(self._engine, self._like).turn, dialog.id, seed=dialog.seed, total=dialog.total)
+        if dialog.has_answer:
+            trace.turn(dialog.failed(self._like).turn, dialog.id, seed=dialog.seed, total=dialog.total)
         if self._failures.on_error != "drop":  # else it is written where it is left out
             trace.end(dialog.opening.draw.origin, "failed", str(error))
 
-    def _rewound(self, dialog: Dialog, *, far: bool = False) -> Dialog | None:
+    def _rewound(self, dialog: T, *, far: bool = False) -> T | None:
         """A conversation that failed as it was before, in its slot; None: it cannot be.
 
         Args:
@@ -301,7 +336,7 @@ class Dialogs:
             far: its turns of this batch are taken out of it, if there is no other way.
         """
         slot, opening = dialog.slot, dialog.opening
-        if dialog.pending is None and dialog.chain.num_prompt:  # there was no answer
+        if dialog.stays:
             return dialog
         state = None if not dialog.number or self._whole else dialog.before
         if state is None and far and not self._whole:
@@ -310,14 +345,14 @@ class Dialogs:
             self._take_out(dialog, state["number"])
             self._put([state], Names(None))
             return self.slots[slot]
-        if dialog.number and not self._whole and not (far and not self._cursor.was_delivered(opening)):
+        if dialog.number and not self._whole and not (far and not self.cursor.was_delivered(opening)):
             return None
         self._take_out(dialog, 0)
-        number = self._cursor.fresh_id() if dialog.number or dialog.id < 0 else dialog.id
-        again = self.slots[slot] = Dialog(slot, opening, self._chain(), number)
+        number = self.cursor.fresh_id() if dialog.number or dialog.id < 0 else dialog.id
+        again = self.slots[slot] = self._make(slot, opening, number)
         return again
 
-    def _take_out(self, dialog: Dialog, number: int) -> None:
+    def _take_out(self, dialog: T, number: int) -> None:
         """Take turns of a conversation out of rows and batch, from a number on."""
 
         def stays(each: EndedTurn | None) -> bool:
@@ -331,9 +366,9 @@ class Dialogs:
             for turns in self.batch:
                 turns[:] = [each if stays(each) else None for each in turns]
 
-    def _go_on(self, dialog: Dialog) -> None:
+    def _go_on(self, dialog: T) -> None:
         dialog.rests = False
-        if dialog.is_untouched and not dialog.chain.num_prompt:
+        if dialog.is_untouched and not dialog.has_prompt:
             self._begin(dialog.slot, self.undelivered.load(dialog.slot, dialog.opening), dialog.id)
 
     def delivered(self) -> None:
@@ -359,7 +394,7 @@ class Dialogs:
 
     def _clear(self) -> None:
         """Take all out of slots and rows."""
-        self.asked.cancel(self)
+        self.taker.cancel(self)
         self._conversations.clear()
         self.slots = [None] * len(self.slots)
         self._vacant.clear()
@@ -403,21 +438,21 @@ class Dialogs:
         else:
             self.renew(range(len(self.slots)))
 
-    def keep_before(self, dialog: Dialog) -> None:
+    def keep_before(self, dialog: T) -> None:
         """Keep a conversation as it is before an answer, where its turn may not be complete when the batch is."""
         dialog.before = None
-        may_be_left = self._streams or self._failures.retries or self.row_of(dialog)
-        if dialog.number and not self._holds and may_be_left:
+        may_be_left = self.streams or self.row_of(dialog) if self._marks else self.cursor.keeps_place
+        if dialog.number and not self._holds and (may_be_left or self._failures.retries):
             with suppress(Exception):  # the environment may fail in any way
                 dialog.before = dialog.state_dict(self._conversations.state(dialog.slot))
 
-    def _saved(self, dialog: Dialog, *, waits: bool) -> dict[str, Any]:
+    def _saved(self, dialog: T, *, waits: bool) -> dict[str, Any]:
         """A conversation between an outcome and an answer; at its end, or, without ``waits``, before its last answer.
 
         Raises:
             Exception: of any kind: the environment cannot save it.
         """
-        if dialog.pending is None:
+        if not dialog.has_answer:
             return dialog.state_dict(self._conversations.state(dialog.slot))
         if waits:
             return dialog.state_dict(self._conversations.ended_state(dialog.slot))
@@ -449,7 +484,7 @@ class Dialogs:
     def mark(self) -> Mark:
         """Where they are, for :meth:`go_back`; a batch begins."""
         self.batch, self._gone, self.intact = [], set(), False
-        if self._holds:  # nothing of a conversation in progress was taken
+        if self._holds or not self._marks:  # nothing of a conversation in progress was taken, or nothing is put back
             return Mark([], [list(row) for row in self.rows], list(self.undelivered.again), self.batch)
         states, rows, _ = self._left(waits=False)
         begun = [state for state in states if state["number"]]  # the others begin again
@@ -463,11 +498,13 @@ class Dialogs:
 
     def go_back(self, mark: Mark, *, keeps: bool) -> list[Opening]:
         """See :meth:`InProgress.go_back`; turns that were taken since are taken again, unless they are as they were."""
-        if self.intact:
+        if self.intact or (keeps and not self._marks):
             for place, row in enumerate(self.rows):
-                row.extendleft(each for turns in reversed(self.batch) if (each := turns[place]) is not None)
-            self.batch.clear()
+                row.extendleft(each for turns in reversed(mark.batch) if (each := turns[place]) is not None)
+            mark.batch.clear()
             return []
+        if not self._marks:
+            return [*self._openings(mark.batch), *self.interrupt()]
         since = [*mark.again, *self._openings(mark.batch), *self.undelivered.again]
         mark.batch.clear()
         self.undelivered.again.clear()
@@ -486,11 +523,11 @@ class Dialogs:
         unsaved: list[str] = []
         try:
             if waits:
-                self.asked.follow_all()
+                self.taker.follow_all()
         except Exception as error:  # of the environment; the next rollout raises it, if it is still there
             names = ", ".join(dialog.name for dialog in self.waiting)
             unsaved.append(f"what follows the answer in {names} is lost, and it is asked again: {error}")
-            self._cursor.begin_again(self.go_back(self.mark(), keeps=True))
+            self.cursor.begin_again(self.go_back(self.mark(), keeps=True))
         states, rows, lost = self._left(waits=waits)
         found = {
             "dialogs": [packed_dialog(state) for state in states],
@@ -503,8 +540,9 @@ class Dialogs:
         """See :meth:`InProgress.check_state`.
 
         Raises:
-            ValueError: it was saved with another number of environments, or another ``async_envs``.
+            ValueError: it was saved with another number of environments, another ``async_envs``, or of other data.
         """
+        self.undelivered.source.check_state(state_dict["source"])
         sizes = len(unpacked(state_dict["rows"])), len(self.rows)
         if sizes[0] != sizes[1]:
             saved, own_rows = (
@@ -532,7 +570,8 @@ class Dialogs:
         for opening in [*ended, *(saved["opening"] for saved in states)]:
             self.undelivered.source.claim(opening.draw.origin)
         for saved in states:
-            dialog = Dialog.loaded(saved, self._chain())
+            dialog = self._make(saved["slot"], saved["opening"], -1)
+            dialog.load(saved)
             dialog.id = names.of(dialog.id)
             dialog.held = [replace(each, id=dialog.id) for each in dialog.held]
             self.slots[dialog.slot] = dialog
@@ -543,7 +582,7 @@ class Dialogs:
 
     def row_ids(self) -> NDArray[np.int64]:
         """Ids of the trajectories that the rows go on with, see :meth:`Path.row_ids`."""
-        if self._streams:
+        if self.streams:
             return np.asarray([self.rows[0][0].id if self.rows[0] else -1], np.int64)
         return np.asarray([self._row_id(slot) for slot in range(len(self.slots))], np.int64)
 

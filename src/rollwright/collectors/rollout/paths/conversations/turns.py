@@ -1,32 +1,33 @@
-"""TurnPath: an engine answers, conversations follow, on messages and tokens; a TensorDict is made of each turn."""
+"""TurnPath: takes turns of conversations; and turns of an engine, on messages and tokens, and their records."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright.collectors.core import NothingLeft, Path
 from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor
+from rollwright.collectors.rollout.paths.conversations.dialogs import Dialog, EndedTurn, Failures
 from rollwright.collectors.rollout.paths.conversations.exchange import Exchange
-from rollwright.collectors.rollout.paths.conversations.failures import Failures
-from rollwright.collectors.rollout.paths.conversations.records import RecordMaker
-from rollwright.collectors.rollout.paths.conversations.slots import Dialogs
+from rollwright.collectors.rollout.paths.conversations.slots import Dialogs, Times
 from rollwright.collectors.rollout.paths.parts import PathParts
+from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.llm.chain import TokenChain
-from rollwright.data.llm.records import RecordLayout
+from rollwright.data.llm.records import RecordLayout, empty_record, record
 from rollwright.data.llm.trace import TraceWriter
-from rollwright.envs.llm.core import Conversations
+from rollwright.envs.llm.core import Conversations, Opening
 from rollwright.envs.llm.transforms import TurnHook
 from rollwright.errors import EnvError, NotNative
 from rollwright.modules.llm.engine import Engine
 
 
 class TurnPath(Path):
-    """Takes turns of conversations: the engine answers, the environment follows.
+    """Takes turns of conversations: the policy answers, the environment follows.
 
     One turn of each conversation in turn, ``[*env, T]``; with ``streams``, turns in the order in which they end,
     ``[N]``: conversations whose environment is ready generate while others step. A conversation whose outcome waits for
@@ -37,58 +38,32 @@ class TurnPath(Path):
 
     Args:
         parts: what it is made of.
-        conversations: of the environment.
-        engine: of the policy.
-        hooks: finds what the environment's transforms do with a complete turn; an error where they cannot.
-        layout: of records.
-        streams: see above.
+        dialogs: the conversations.
+        records: makes TensorDicts of their turns.
         how: for ``stats()``.
+        hooks: finds what the environment's transforms do with a complete turn; an error where they cannot.
+        calls_policy: whether the policy is called on TensorDicts; if not, its engine answers.
     """
 
-    calls_policy = False
     cursor: ConversationCursor
 
     def __init__(
         self,
         parts: PathParts,
-        conversations: Conversations,
-        engine: Engine,
+        dialogs: Dialogs[Any],
+        records: RecordMaker,
         *,
-        hooks: Callable[[], list[TurnHook]],
-        layout: RecordLayout,
-        streams: bool,
         how: Mapping[str, str],
+        hooks: Callable[[], list[TurnHook]] = list,
+        calls_policy: bool = False,
     ) -> None:
-        self.how = dict(how)
-        self._conversations, self._find_hooks, self._streams = conversations, hooks, streams
-        self._storing = parts.devices.storing
-        whole = parts.options.delivers_whole
-        self._resets = parts.options.reset_at_each_iter
-        chain = TokenChain(
-            engine.tokenizer,
-            conversations.template,
-            history=getattr(conversations, "history", "keep"),
-            end_token_ids=engine.end_ids,
-        ).new
-        assert parts.cursor is not None
-        self.cursor = parts.cursor
-        failures = Failures(parts.options, lambda: self.cursor.undelivered.failed)
-        most = parts.options.most_in_progress
-        if most is not None and parts.options.groups_per_batch is not None:
-            most *= getattr(conversations.source, "repeats", 1)
-        self._dialogs = Dialogs(
-            conversations, chain, engine, streams=streams, whole=whole, cursor=self.cursor, failures=failures, most=most
-        )
+        self.how, self.calls_policy = dict(how), calls_policy
+        self._dialogs, self._records, self._find_hooks = dialogs, records, hooks
+        self._storing, self._resets = parts.devices.storing, parts.options.reset_at_each_iter
         self._dialogs.hooks = hooks()
-        if parts.options.trace is not None:
-            facts = {name: getattr(engine, name) for name in ("max_length", "vocab_size", "end_ids")}
-            facts |= {"log_prob_mode": engine.sampling.log_prob_mode}
-            self.cursor.undelivered.trace = TraceWriter(parts.options.trace, facts, str(parts.options.worker_idx or 0))
-        self._exchange = Exchange(conversations, engine, self._dialogs, failures)
-        flat = parts.options.flatten_data and not whole  # else the delivery needs the rows
-        self._records = RecordMaker(layout, parts.env.batch_size, flat=flat, streams=streams)
         self._ended: list[tuple[float, int]] = []
-        self.cursor.follow(self._dialogs)
+        self.cursor = dialogs.cursor
+        self.cursor.follow(dialogs)
 
     def check(self) -> None:
         """See :meth:`Path.check`: transforms may have been added."""
@@ -121,7 +96,7 @@ class TurnPath(Path):
         self._dialogs.started = True
         if self._dialogs.is_over:
             raise EnvError(
-                f"{type(self._conversations).__name__}: there is no prompt to begin a conversation with: the data is "
+                f"{self._dialogs.kind}: there is no prompt to begin a conversation with: the data is "
                 "empty, or all its epochs are over. Pass more data, or more epochs."
             )
 
@@ -146,7 +121,7 @@ class TurnPath(Path):
 
         What waits then raises :class:`WaitsEnded`, and its conversations count as not delivered.
         """
-        self._exchange.end_waits(in_s)
+        self._dialogs.taker.end_waits(in_s)
 
     # A rollout ----------------------------------------------------------------------------------------
 
@@ -156,25 +131,18 @@ class TurnPath(Path):
     def begin(self, *, random: bool) -> None:
         """See :meth:`Path.begin`."""
         if random:
-            raise NotNative("random actions are no answers of an engine")
+            raise NotNative("conversations take no random actions")
         self.cursor.begin(self._dialogs.mark())
         self._dialogs.fill()
         self._dialogs.raise_due()
 
     def act(self, t: int) -> None:
         """See :meth:`Path.act`: answers to all prompts that a turn is to be taken of; of a stream, the next ones."""
-        dialogs = self._dialogs
-        if not self._streams:
-            self._exchange.answer_all([dialog for dialog in dialogs.ready if not dialogs.row_of(dialog)])
-        elif dialogs.lack_turns():
-            self._exchange.stream()
+        self._dialogs.taker.act()
 
     def step(self, t: int) -> None:
         """See :meth:`Path.step`: what follows the answers."""
-        if self._streams:
-            self._exchange.complete_one()
-        else:
-            self._exchange.complete_each()
+        self._dialogs.taker.step()
         self._dialogs.fill()
         self._dialogs.raise_due()
 
@@ -219,11 +187,112 @@ class TurnPath(Path):
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`Path.stats`."""
-        discarded = self._exchange.engine.tokens_discarded
-        return {**self.cursor.stats(), "turns_ahead": self._dialogs.num_ahead(), "tokens_discarded": discarded}
+        ahead = {"turns_ahead": self._dialogs.num_ahead()}
+        return {**self.cursor.stats(), **ahead, **self._dialogs.taker.stats()}
 
     def close(self) -> None:
         """See :meth:`Path.close`."""
-        self._exchange.cancel(self._dialogs)
+        self._dialogs.taker.close()
         if (trace := self.cursor.undelivered.trace) is not None:
             trace.close()
+
+
+def turns_of_engine(
+    parts: PathParts,
+    conversations: Conversations,
+    engine: Engine,
+    *,
+    hooks: Callable[[], list[TurnHook]],
+    layout: RecordLayout,
+) -> TurnPath:
+    """A path whose answers an engine samples; messages and tokens are passed, and a TensorDict is made of each turn.
+
+    Args:
+        parts: what it is made of.
+        conversations: of the environment.
+        engine: of the policy.
+        hooks: see :class:`TurnPath`.
+        layout: of records.
+    """
+    options, cursor = parts.options, parts.cursor
+    assert cursor is not None
+    history: Any = getattr(conversations, "history", "keep")
+    chain = TokenChain(engine.tokenizer, conversations.template, history=history, end_token_ids=engine.end_ids).new
+
+    def make(slot: int, opening: Opening, number: int) -> Dialog:
+        return Dialog(slot, opening, number, engine=engine, chain=chain())
+
+    failures, most = Failures(options, lambda: cursor.undelivered.failed), options.most_in_progress
+    if most is not None and options.groups_per_batch is not None:
+        most *= getattr(conversations.source, "repeats", 1)
+    streams, whole = options.in_stream, options.delivers_whole
+    dialogs = Dialogs(conversations, make, streams=streams, whole=whole, cursor=cursor, failures=failures, most=most)
+    dialogs.taker = Exchange(conversations, engine, dialogs, failures)
+    if options.trace is not None:
+        facts = {name: getattr(engine, name) for name in ("max_length", "vocab_size", "end_ids")}
+        facts |= {"log_prob_mode": engine.sampling.log_prob_mode}
+        cursor.undelivered.trace = TraceWriter(options.trace, facts, str(options.worker_idx or 0))
+    flat = options.flatten_data and not whole  # else the delivery needs the rows
+    records = RecordMaker(
+        lambda each: record(each.turn, layout, each.id), parts.env.batch_size, flat=flat, streams=streams
+    )
+    how = {"env": "native: conversations, turn by turn", "policy": f"native: {type(engine).__name__}, on tokens"}
+    return TurnPath(parts, dialogs, records, how=how, hooks=hooks)
+
+
+def _stacked(records: list[TensorDictBase]) -> TensorDictBase:
+    return cast(TensorDictBase, LazyStackedTensorDict(*records, stack_dim=0, stack_dim_name="time"))
+
+
+class RecordMaker:
+    """Makes TensorDicts of turns.
+
+    Args:
+        make: the record of a turn.
+        batch_size: of the environment.
+        flat: a batch is ``[N]``; False: ``[*env, T]``.
+        streams: there is one row, and a frame is ``[]``.
+        stack: a flat batch of its records.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[EndedTurn], TensorDictBase],
+        batch_size: Sequence[int] = (),
+        *,
+        flat: bool = True,
+        streams: bool = True,
+        stack: Callable[[list[TensorDictBase]], TensorDictBase] = _stacked,
+    ) -> None:
+        self._record, self._batch_size, self._stack = make, batch_size, stack
+        self._flat, self._streams = flat or streams, streams
+
+    def frame(self, turns: Sequence[EndedTurn | None]) -> TensorDictBase:
+        """The turns of one time."""
+        found = [self._record(each) for each in turns if each is not None]
+        return found[0] if self._streams else cast(TensorDictBase, self._nested(found))
+
+    def batch(self, times: Times) -> TensorDictBase:
+        """The turns of a batch, by time and row; None: the row has none then."""
+        made = [[None if each is None else self._record(each) for each in turns] for turns in times]
+        if self._flat:
+            records = [each for row in zip(*made, strict=True) for each in row if each is not None]
+            return self._stack(records)
+        steps = [self._nested(turns) for turns in _filled(made)]
+        stacked: Any = LazyStackedTensorDict(*steps, stack_dim=len(self._batch_size), stack_dim_name="time")
+        return cast(TensorDictBase, stacked)
+
+    def _nested(self, rows: list[Any]) -> Any:
+        """Records of one time as ``[*env]``."""
+        for size in reversed(self._batch_size):
+            rows = [LazyStackedTensorDict(*rows[i : i + size], stack_dim=0) for i in range(0, len(rows), size)]
+        return rows[0]
+
+
+def _filled(times: list[list[Any]]) -> list[list[Any]]:
+    """Records by time and row, with an empty one of the id -1 where a row has none."""
+    if all(each is not None for each in itertools.chain(*times)):
+        return times
+    blank = empty_record(next(each for each in itertools.chain(*times) if each is not None))
+    blank.set(TRAJ_IDS, torch.tensor(-1, device="cpu"))
+    return [[blank if each is None else each for each in turns] for turns in times]
