@@ -22,7 +22,7 @@ import torch
 from benchmarks import report
 from benchmarks.llm_cases import make_tokenizer
 from rollwright.collectors.llm import LLMCollector
-from rollwright.collectors.workers.schedules import schedule
+from rollwright.collectors.workers import schedule
 from rollwright.data import RaggedStorage, ReplayBuffer
 from rollwright.data.encoding import Encoded
 from rollwright.data.llm import FinishReason

@@ -13,10 +13,10 @@ from tensordict import TensorDict
 from tests.collectors.llm.fakes import FakeEnv, FakePolicy, FakeTokenizer
 
 from rollwright.collectors import Collector, Evaluator
-from rollwright.collectors.delivery.queues import QueueBacklog, QueueWriter
+from rollwright.collectors.delivery.stored import QueueBacklog, QueueWriter
 from rollwright.collectors.llm import LLMCollector
+from rollwright.collectors.rollout.state import TrajectoryPool
 from rollwright.collectors.rollout.stats import EpisodeStats
-from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.data import (
     ConsumingSampler,
     LazyMemmapStorage,

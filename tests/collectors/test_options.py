@@ -18,13 +18,12 @@ from rollwright.collectors import (
     MultiSyncCollector,
     SyncDataCollector,
 )
-from rollwright.collectors.clusters.groups import GroupOptions
 from rollwright.collectors.distributed import DistributedSyncCollector, RayCollector, RPCCollector
-from rollwright.collectors.factory import BackendOptions
+from rollwright.collectors.distributed.generic import GroupOptions
 from rollwright.collectors.llm import RayLLMCollector
 from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.llm.workers import MultiLLMCollector
-from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.collectors.workers.options import BackendOptions, WorkerOptions
 
 DECLARED = [CollectorOptions, WorkerOptions, BackendOptions]
 SHOWN = {

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tests.envs.test_serial_recreation import rollout, walk
 
-from rollwright.collectors.evaluation.results import freeze
+from rollwright.collectors.evaluation.episodes import freeze
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, ParallelEnv, SerialEnv, TransformedEnv, VecNorm
 from rollwright.envs.arrays import array_form

@@ -16,7 +16,7 @@ from rollwright.collectors import MultiAsyncCollector, MultiSyncCollector
 from rollwright.testing.transports import frames as of
 
 SECRET, PORT = "a secret of tests, long enough", 29400
-BACKENDS = {"tcp": {}, "distributed": {"min_bytes": 0}}  # the latter: all tensors as messages of Gloo
+BACKENDS = {"tcp": {}, "distributed": {}}
 why_not_once = cache(why_not)
 
 

@@ -10,9 +10,8 @@ import pytest
 from tests.typing.generate import GENERATED, SRC
 
 from rollwright.collectors import CollectorOptions, Evaluator
-from rollwright.collectors.factory import BackendOptions
 from rollwright.collectors.keywords import CollectorKeywords, EvaluatorKeywords, MultiKeywords
-from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.collectors.workers.options import BackendOptions, WorkerOptions
 from rollwright.data.replay_buffers import ReplayBuffer, SliceSampler
 from rollwright.data.replay_buffers.keywords import BufferKeywords, SliceKeywords
 

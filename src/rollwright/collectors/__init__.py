@@ -12,7 +12,7 @@ from rollwright.collectors.collectors import SyncDataCollector
 from rollwright.collectors.evaluation import Evaluator
 from rollwright.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.profiling import ProfileConfig
+from rollwright.collectors.reports.observers import ProfileConfig
 from rollwright.collectors.reports.statistics import CollectorStats
 from rollwright.modules import RandomPolicy
 from rollwright.weight_update import WeightUpdaterBase
@@ -43,25 +43,25 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from rollwright.collectors.clusters.distributed import (
+    from rollwright.collectors.distributed.generic import (
         DistributedCollector,
         DistributedDataCollector,
         DistributedSyncCollector,
         DistributedSyncDataCollector,
     )
-    from rollwright.collectors.clusters.ray import RayCollector
-    from rollwright.collectors.clusters.ray_evaluation import RayEvalWorker
-    from rollwright.collectors.clusters.rpc import RPCCollector, RPCDataCollector
+    from rollwright.collectors.distributed.ray import RayCollector
+    from rollwright.collectors.distributed.rpc import RPCCollector, RPCDataCollector
+    from rollwright.collectors.evaluation.ray import RayEvalWorker
 else:
     _OF_CLUSTERS = {  # by name, the module: imported when it is used
-        "DistributedCollector": "rollwright.collectors.clusters.distributed",
-        "DistributedDataCollector": "rollwright.collectors.clusters.distributed",
-        "DistributedSyncCollector": "rollwright.collectors.clusters.distributed",
-        "DistributedSyncDataCollector": "rollwright.collectors.clusters.distributed",
-        "RayCollector": "rollwright.collectors.clusters.ray",
-        "RPCCollector": "rollwright.collectors.clusters.rpc",
-        "RPCDataCollector": "rollwright.collectors.clusters.rpc",
-        "RayEvalWorker": "rollwright.collectors.clusters.ray_evaluation",
+        "DistributedCollector": "rollwright.collectors.distributed.generic",
+        "DistributedDataCollector": "rollwright.collectors.distributed.generic",
+        "DistributedSyncCollector": "rollwright.collectors.distributed.generic",
+        "DistributedSyncDataCollector": "rollwright.collectors.distributed.generic",
+        "RayCollector": "rollwright.collectors.distributed.ray",
+        "RPCCollector": "rollwright.collectors.distributed.rpc",
+        "RPCDataCollector": "rollwright.collectors.distributed.rpc",
+        "RayEvalWorker": "rollwright.collectors.evaluation.ray",
     }
 
     def __getattr__(name: str) -> object:

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 from tensordict import TensorDictBase
 
 from rollwright._processes.forks import on_fork
-from rollwright.collectors.arguments import Reachable, WorkerStats, resolve
+from rollwright.collectors.core import Hooks, PostHook, PreHook, Reachable, WorkerStats, resolve
 from rollwright.collectors.loggers import Logger
-from rollwright.collectors.observers import Observers
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.profiling import Profile, ProfileConfig
+from rollwright.collectors.reports.observers import Observers, Profile, ProfileConfig
 from rollwright.collectors.reports.report import report_of
 from rollwright.collectors.reports.statistics import CollectorStats
-from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
 from rollwright.collectors.weights import CollectorWeights, pick_weights
 from rollwright.data.llm.turns import Version
 from rollwright.errors import require

@@ -12,29 +12,23 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from rollwright._options import with_options
-from rollwright.collectors.arguments import WorkerStats, check_worker_stats
 from rollwright.collectors.base import BaseCollector
-from rollwright.collectors.core import NothingLeft
-from rollwright.collectors.delivery.background import Background
+from rollwright.collectors.core import Hooks, NothingLeft, WorkerStats, check_worker_stats
 from rollwright.collectors.delivery.base import split
+from rollwright.collectors.delivery.rows import batch_memory
 from rollwright.collectors.delivery.saved_state import SavedState, warn_of_unsaved
-from rollwright.collectors.delivery.storage_memory import batch_memory
 from rollwright.collectors.delivery.stored import choose_delivery
-from rollwright.collectors.delivery_options import ledger_of, warn_of_options
-from rollwright.collectors.factory import BackendOptions, local_options, make_with_workers
-from rollwright.collectors.observers import Observers
-from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.profiling import Profile
+from rollwright.collectors.delivery.thread import Background
+from rollwright.collectors.options import CollectorOptions, ledger_of, warn_of_options
+from rollwright.collectors.reports.observers import Observers, Profile
 from rollwright.collectors.reports.statistics import CollectorStats
-from rollwright.collectors.rollout.counts import announce_rounding
-from rollwright.collectors.rollout.devices import sync_function
 from rollwright.collectors.rollout.environment import EnvMaker, making_env
-from rollwright.collectors.rollout.hooks import Hooks
-from rollwright.collectors.rollout.policy import making_policy
+from rollwright.collectors.rollout.policy import making_policy, sync_function
 from rollwright.collectors.rollout.rollout import Rollout
-from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
+from rollwright.collectors.rollout.state import TrajectoryPool
+from rollwright.collectors.rollout.stats import announce_rounding
 from rollwright.collectors.weights import LocalWeights
-from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.collectors.workers.options import BackendOptions, WorkerOptions, local_options, make_with_workers
 from rollwright.collectors.workers.transports import WorkerBackend
 
 if TYPE_CHECKING:

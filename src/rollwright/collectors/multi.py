@@ -21,10 +21,8 @@ from rollwright._options import names_of, with_options
 from rollwright._processes.channel import ByValue
 from rollwright._processes.files import file_limit_named
 from rollwright._processes.forks import on_fork, rest_if_ending
-from rollwright.collectors.arguments import WorkerStats, checked_seed, checked_state, resolve
 from rollwright.collectors.base import BaseCollector
-from rollwright.collectors.core import never
-from rollwright.collectors.delivery.queues import QueueBacklog
+from rollwright.collectors.core import Hooks, WorkerStats, checked_seed, checked_state, never, resolve
 from rollwright.collectors.delivery.rows import as_trajectories
 from rollwright.collectors.delivery.saved_state import (
     check_entries,
@@ -33,24 +31,30 @@ from rollwright.collectors.delivery.saved_state import (
     load_generators,
     warn_of_unsaved,
 )
-from rollwright.collectors.delivery.stored import await_publication
-from rollwright.collectors.delivery_options import stats_of_buffer, warn_of_splits
-from rollwright.collectors.factory import register_workers
-from rollwright.collectors.observers import Observers
-from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.profiling import Profile
+from rollwright.collectors.delivery.stored import QueueBacklog, await_publication
+from rollwright.collectors.options import CollectorOptions, stats_of_buffer, warn_of_splits
+from rollwright.collectors.reports.observers import Observers, Profile
 from rollwright.collectors.reports.statistics import CollectorStats
-from rollwright.collectors.rollout.counts import announce_rounding
-from rollwright.collectors.rollout.hooks import Hooks
 from rollwright.collectors.rollout.policy import check_policy, check_shaped
-from rollwright.collectors.workers.control import WorkerCalls, WorkersBackground
+from rollwright.collectors.rollout.stats import announce_rounding
+from rollwright.collectors.workers.control import WorkerCalls, Workers, WorkersBackground, merged_stats, select_workers
 from rollwright.collectors.workers.counters import Count
-from rollwright.collectors.workers.options import WorkerOptions, delivery_device, factories_of, options_of_workers
-from rollwright.collectors.workers.schedules.joining import BatchShaping, restored
-from rollwright.collectors.workers.schedules.schedule import Schedule, check_undelivered
-from rollwright.collectors.workers.schedules.strategies import FirstCome, Gather, PendingRollouts, Staleness
-from rollwright.collectors.workers.startup import Workers
-from rollwright.collectors.workers.stats import merged_stats, select_workers
+from rollwright.collectors.workers.options import (
+    WorkerOptions,
+    delivery_device,
+    factories_of,
+    options_of_workers,
+    register_workers,
+)
+from rollwright.collectors.workers.schedule import Schedule, check_undelivered
+from rollwright.collectors.workers.strategies import (
+    BatchShaping,
+    FirstCome,
+    Gather,
+    PendingRollouts,
+    Staleness,
+    restored,
+)
 from rollwright.collectors.workers.transports import WorkerBackend
 from rollwright.collectors.workers.weights import PeriodicUpdates, WorkersWeights
 from rollwright.envs.libs.foreign import check_maker

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDictBase
 
-from rollwright.collectors.delivery.background import Background
+from rollwright.collectors.delivery.thread import Background
 from rollwright.collectors.rollout.policy import ActingPolicy
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.weight_update import WeightSyncScheme, WeightUpdaterBase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
+from rollwright.collectors.rollout.state import TrajectoryPool
 from rollwright.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, SliceSampler
 from rollwright.data.replay_buffers.ledger.ledger import Ledger
 from rollwright.testing.mocking_classes import CountingEnv

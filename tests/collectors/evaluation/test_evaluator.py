@@ -17,8 +17,8 @@ from tensordict.nn import TensorDictModule
 from tests.policy_ways import one_way
 from torch import nn
 
+from rollwright.collectors.evaluation.episodes import EpisodeResults
 from rollwright.collectors.evaluation.evaluator import Evaluator
-from rollwright.collectors.evaluation.results import EpisodeResults
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import (
     Compose,

@@ -6,7 +6,7 @@ import pytest
 from tests.collectors.llm.fakes import FakeEnv
 
 from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor, Saved
-from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
+from rollwright.collectors.rollout.state import TrajectoryPool
 from rollwright.envs.llm.undelivered import Undelivered
 
 

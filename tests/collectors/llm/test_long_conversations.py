@@ -12,7 +12,7 @@ from tests.collectors.llm.fakes import FakeEnv, FakePolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollwright.collectors.llm import LLMCollector
-from rollwright.collectors.workers.schedules import schedule
+from rollwright.collectors.workers import schedule
 from rollwright.data.llm import training_sequences
 from rollwright.data.llm.records import RecordLayout
 from rollwright.data.transcript import Transcript

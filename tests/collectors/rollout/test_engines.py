@@ -14,7 +14,7 @@ from tests.patience import patient
 from torch import nn
 
 from rollwright.collectors import Evaluator, MultiSyncCollector
-from rollwright.collectors.rollout.policy_copies import copied_policy
+from rollwright.collectors.rollout.policy import copied_policy
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.testing.mocking_classes import CountingEnv
 

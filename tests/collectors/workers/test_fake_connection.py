@@ -19,8 +19,8 @@ from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.handles import Restarts, Watchdog
 from rollwright.collectors.workers.memory import BlockStore, Packer
-from rollwright.collectors.workers.schedules.schedule import Schedule
-from rollwright.collectors.workers.schedules.strategies import FirstCome, Gather, PendingRollouts, Staleness
+from rollwright.collectors.workers.schedule import Schedule
+from rollwright.collectors.workers.strategies import FirstCome, Gather, PendingRollouts, Staleness
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.errors import WorkerError
 

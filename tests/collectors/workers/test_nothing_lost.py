@@ -16,8 +16,8 @@ from tests.collectors.workers.processes import in_shared_memory, wait_until
 from tests.interrupts import EverywhereOnce, pressed
 from tests.variants import in_turn, one_quick
 
+from rollwright.collectors.workers import strategies
 from rollwright.collectors.workers.counters import Count, WorkerState
-from rollwright.collectors.workers.schedules import strategies
 
 KINDS = ["sync", "async"]
 

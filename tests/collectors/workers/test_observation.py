@@ -21,8 +21,8 @@ from tests.variants import in_turn, one_quick
 from rollwright._memory import Segment
 from rollwright.collectors import Collector
 from rollwright.collectors.workers import group
+from rollwright.collectors.workers.control import last_episodes
 from rollwright.collectors.workers.counters import Count, WorkerCounters, WorkerState
-from rollwright.collectors.workers.stats import last_episodes
 from rollwright.envs import GymEnv
 from rollwright.errors import WorkerError
 from rollwright.testing.mocking_classes import CountingEnv

@@ -11,10 +11,10 @@ from rollwright._processes.network.handshake import SECRET, secret_of
 from rollwright.cli.errors import Failure
 from rollwright.cli.join import run
 from rollwright.cli.parser import build_parser
-from rollwright.collectors.workers.remote import distributed, rpc, tcp
+from rollwright.collectors.workers.remote import launching, submitit
 from rollwright.data.replay_buffers.service.buffer import ServiceOptions
 
-OPTIONS = {"tcp": tcp.Options, "distributed": distributed.Options, "rpc": rpc.Options, "service": ServiceOptions}
+OPTIONS = {"launched": launching.Options, "submitit": submitit.Options, "service": ServiceOptions}
 
 
 @pytest.mark.parametrize("short", ["", "abc"])

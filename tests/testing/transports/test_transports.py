@@ -103,17 +103,15 @@ class TestGroupsOfOne(Patient):
 
 
 @pytest.mark.slow
-class TestGlooPairs(Patient):
+class TestDistributed(Patient):
     backend = "distributed"
-    backend_options: ClassVar[dict[str, Any]] = {"num_workers_per_collector": 2, "min_bytes": 0}
+    backend_options: ClassVar[dict[str, Any]] = {"num_workers_per_collector": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:backend='rpc'.*:FutureWarning")
 class TestRpc(Patient):
     backend = "rpc"
-    one_at_a_time = True
-    backend_options: ClassVar[dict[str, Any]] = {"num_workers_per_collector": 2, "min_bytes": 0}
+    backend_options: ClassVar[dict[str, Any]] = {"num_workers_per_collector": 2}
 
 
 @pytest.fixture(scope="module")

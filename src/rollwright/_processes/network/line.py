@@ -1,4 +1,4 @@
-"""Line: authenticated messages with large pieces between two machines; carriers beside it, and who reads meanwhile."""
+"""Line: authenticated messages with large pieces between two machines; and who reads while the program does not."""
 
 from __future__ import annotations
 
@@ -13,103 +13,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.forks import on_fork
 
-
-class CarrierFailed(ConnectionError):
-    """Pieces of a message can no longer be moved; the message says by what, and why."""
-
-
-class Carrier(Protocol):
-    """One of two ends that move raw memory between them, in order. Nothing here waits.
-
-    A line sends its messages over a socket, and large pieces of them over its carrier. Both ends of a line have one,
-    which may take a while to be connected: until then the pieces are sent over the socket, too.
-
-    Attributes:
-        min_bytes: pieces of fewer bytes are sent over the socket.
-        num_bytes_done: sent and received so far; it grows while large memory is on its way.
-    """
-
-    min_bytes: int
-    num_bytes_done: int
-
-    def fileno(self) -> int:
-        """Ready to be read when something was sent or received, or has failed; until :meth:`read`."""
-
-    def read(self) -> None:
-        """Take note of what was sent and received.
-
-        Raises:
-            CarrierFailed: it could not be connected; or what was to be sent or received cannot be.
-        """
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the other end is reached."""
-
-    def send(self, pieces: Sequence[memoryview]) -> None:
-        """Send memory, which must not change before :attr:`num_bytes_unsent` is 0."""
-
-    @property
-    def num_bytes_unsent(self) -> int:
-        """What was to be sent, and is not sent yet."""
-
-    def receive(self, pieces: Sequence[memoryview]) -> None:
-        """Write what the other end sends next into this memory."""
-
-    @property
-    def is_receiving(self) -> bool:
-        """Whether something was to be received, and is not there yet."""
-
-    def divert(self, is_meant: Callable[[int], bool]) -> None:
-        """Write pieces of what is being received elsewhere, as far as they are to come: their memory is taken away.
-
-        Args:
-            is_meant: takes the number of a piece in the last :meth:`receive`; whether it is one of those.
-
-        What is being written at this moment is waited for, for half a second at most; then everything is given up.
-        """
-
-    def close(self) -> None:
-        """Give up what is to be sent and received: no memory is written or read any more. May be called again."""
-
-
-class CarrierOffer(Protocol):
-    """What the other end of a line needs for its carrier; it is pickled."""
-
-    def open(self, hosts: tuple[str, str]) -> Carrier:
-        """Connect the other end; nothing waits.
-
-        Args:
-            hosts: addresses of that end's machine and of the collector's, as the line has them.
-        """
-
-
-class Carriers(Protocol):
-    """Makes the carriers of a collector's lines. Nothing here waits but :meth:`close`."""
-
-    def open(self, group: int, hosts: tuple[str, str]) -> tuple[Carrier, CarrierOffer]:
-        """A carrier to a group that has joined, and what that needs for its own.
-
-        Args:
-            group: its index.
-            hosts: addresses of this end's machine and of the group's, as the line has them.
-        """
-
-    def close(self) -> None:
-        """End what is beside the carriers, which are closed."""
-
-
 Pieces = Sequence[memoryview]
 
 _WORD, _CODE = 8, 32
 _HASHED_AT_ONCE = 1 << 20  # bytes that are hashed before they are sent; the other end hashes them meanwhile
-_BESIDE = 1 << 63  # in the size of a piece that the carrier brings
 _MOST_AT_ONCE = 256  # pieces that one call of the system takes
 _READ_AT_ONCE = 1 << 28  # bytes that one read takes in before others have their turn
 _IDLE_S, _PROBE_S = 5, 5  # of the system's own probes of a silent connection
@@ -138,17 +51,15 @@ class Line:
     There is no thread behind it, and nothing here waits. A piece is sent from where it lies, and must not change before
     :attr:`behind` is False; it is received into the memory that :meth:`read` is given for it.
 
-    With a carrier, large pieces go by that. A message is handed on when all of its pieces are in, and later ones wait.
-
-    With keys, each part of a message is followed by a code: HMAC-SHA256 of all that was sent before over this socket.
-    Nothing is allocated, unpickled or handed on before its code was checked. Pieces that go by a carrier have no code.
+    With keys, each part of a message is followed by a code: HMAC-SHA256 of all that was sent before.
+    Nothing is allocated, unpickled or handed on before its code was checked.
 
     Args:
         end: a connected socket.
         keys: of this connection; None: nothing is authenticated.
 
     Attributes:
-        heard_at: when anything arrived last, or the carrier has moved anything, by ``time.monotonic()``.
+        heard_at: when anything arrived last, by ``time.monotonic()``.
 
     Example:
         >>> mine, theirs = (Line(end) for end in socket.socketpair())
@@ -176,12 +87,10 @@ class Line:
             weakref.finalize(self, close).atexit = False
         self._unsent: deque[memoryview] = deque()
         self._waits_for_room = False
-        self._carrier: Carrier | None = None
-        self._is_listening = True
-        self.heard_at, self._num_bytes_done = time.monotonic(), 0
+        self.heard_at = time.monotonic()
         self._message: Any = None
         self._missing: deque[memoryview] = deque()
-        self._numbers: dict[bool, list[int]] = {}  # of the pieces that are received, beside the socket and over it
+        self._numbers: list[int] = []  # of the pieces that are received
         self._hashes = None if keys is None else tuple(hmac.new(key, digestmod="sha256") for key in keys)
         self._codes: deque[memoryview] = deque()  # among what is unsent, to be filled in
         self._num_ready = 0  # of the unsent, those that were hashed or filled in
@@ -193,13 +102,7 @@ class Line:
     def reset_after_fork(self) -> None:
         """The connection is the parent's; it ends with that, whatever becomes of this process."""
         self._sending = threading.RLock()
-        self._carrier = None  # it is reset by itself
         self.close()
-
-    def use(self, carrier: Carrier) -> None:
-        """Have large pieces moved by a carrier, which this line closes; to be called before the other end uses its."""
-        self._carrier = carrier
-        self._poll.register(carrier.fileno(), select.EPOLLIN)
 
     def fileno(self) -> int:
         """Ready to be read when :meth:`read` has something to do, which may be to send; -1: closed."""
@@ -212,15 +115,6 @@ class Line:
             name = self._socket.getpeername()
             return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "this machine"
         return "unknown"
-
-    @property
-    def hosts(self) -> tuple[str, str]:
-        """Addresses of this end's machine and of the other's, without ports, as this connection has them.
-
-        Raises:
-            OSError: the other end is gone.
-        """
-        return self._socket.getsockname()[0], self._socket.getpeername()[0]
 
     def give_up_after(self, silence_s: float) -> None:
         """Have the system count the other end as gone when it acknowledges nothing for so long."""
@@ -239,12 +133,7 @@ class Line:
                 self._socket.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _RETRY_MS)
 
     def close(self) -> None:
-        """Close the connection: the other end reads what was sent, and then ``ChannelClosed``. May be called again.
-
-        What the carrier was to move is given up.
-        """
-        if self._carrier is not None:
-            self._carrier.close()
+        """Close the connection: the other end reads what was sent, and then ``ChannelClosed``. May be called again."""
         self._poll.close()
         self._socket.close()
         self._drop_unsent()
@@ -264,16 +153,11 @@ class Line:
         """
         body = pickle.dumps(message, 5)
         sizes = [piece.nbytes for piece in pieces]
-        least = self._least_beside()
-        marked = (size | _BESIDE if least is not None and size >= least else size for size in sizes)
-        head = b"".join(word.to_bytes(_WORD, "little") for word in (len(body), len(pieces), *marked))
-        beside = [piece for piece in pieces if least is not None and piece.nbytes >= least]
-        own = [piece.cast("B") for piece in pieces if piece.nbytes and (least is None or piece.nbytes < least)]
+        head = b"".join(word.to_bytes(_WORD, "little") for word in (len(body), len(pieces), *sizes))
+        own = [piece.cast("B") for piece in pieces if piece.nbytes]
         with uninterrupted, self._sending:
             for part in ([memoryview(head[: 2 * _WORD])], [memoryview(head[2 * _WORD :] + body)], own):
                 self._queue(part)
-            if beside and self._carrier is not None:
-                self._carrier.send(beside)
             self._push()
 
     def _queue(self, part: list[memoryview]) -> None:
@@ -285,16 +169,10 @@ class Line:
             self._codes.append(part[-1])
         self._unsent.extend(part)
 
-    def _least_beside(self) -> int | None:
-        """Bytes of the smallest piece that goes by the carrier; None: none does."""
-        if self._carrier is None or not self._carrier.is_connected:
-            return None
-        return max(1, self._carrier.min_bytes)
-
     @property
     def behind(self) -> bool:
         """Whether something was posted that is not on its way yet."""
-        return bool(self._unsent) or (self._carrier is not None and self._carrier.num_bytes_unsent > 0)
+        return bool(self._unsent)
 
     def _push(self) -> None:
         try:
@@ -310,7 +188,7 @@ class Line:
             raise ChannelClosed("the other end is gone") from error
         if self._waits_for_room is not bool(self._unsent):
             self._waits_for_room = bool(self._unsent)
-            self._await_socket()
+            self._poll.modify(self._socket.fileno(), select.EPOLLIN | (select.EPOLLOUT if self._waits_for_room else 0))
 
     def _drop_unsent(self) -> None:
         self._unsent.clear()
@@ -332,10 +210,6 @@ class Line:
             num_bytes += len(memory)
             if num_bytes >= _HASHED_AT_ONCE:
                 return
-
-    def _await_socket(self) -> None:
-        reads = select.EPOLLIN if self._is_listening else 0
-        self._poll.modify(self._socket.fileno(), reads | (select.EPOLLOUT if self._waits_for_room else 0))
 
     def _sent(self, count: int) -> None:
         while count:
@@ -361,43 +235,20 @@ class Line:
         Raises:
             ChannelClosed: the other end is gone, and all that it had sent was taken in.
             MessageForged: something was changed, repeated, reordered or left out on the way.
-            CarrierFailed: the carrier has failed over pieces that were to be sent or received.
         """
         if self._unsent:
             with uninterrupted, self._sending:
                 self._push()
-        if self._carrier is not None:
-            self._read_carrier(self._carrier)
         left = _READ_AT_ONCE
         with uninterrupted:
             while left > 0:
-                if not self._missing and (self._is_kept_waiting() or not self._advance(place, received)):
+                if not self._missing and not self._advance(place, received):
                     return
                 while self._missing:
                     count = self._receive()
                     if count is None:
                         return
                     left -= count
-
-    def _read_carrier(self, carrier: Carrier) -> None:
-        carrier.read()
-        if carrier.num_bytes_done != self._num_bytes_done:
-            self.heard_at, self._num_bytes_done = time.monotonic(), carrier.num_bytes_done
-
-    def _is_kept_waiting(self) -> bool:
-        """Whether the carrier has pieces of the message outstanding; the socket is not listened to meanwhile."""
-        waits = self._stage == 2 and self._carrier is not None and self._carrier.is_receiving
-        if waits is self._is_listening:
-            self._is_listening = not waits
-            self._await_socket()
-        if waits and self._is_gone():
-            raise ChannelClosed("the other end is gone")
-        return waits
-
-    def _is_gone(self) -> bool:
-        poll = select.poll()
-        poll.register(self._socket.fileno(), 0)  # the end of a connection is always reported
-        return bool(poll.poll(0))
 
     def divert(self, is_meant: Callable[[Any, int], bool]) -> None:
         """Put pieces of the message that is being received elsewhere, as far as they are to come: their place is gone.
@@ -408,16 +259,13 @@ class Line:
         message = self._message
         if message is None:
             return
-        numbers = self._numbers[False]
+        numbers = self._numbers
         code = [self._missing.pop()] if self._code and self._missing else []
         missing = zip(numbers[len(numbers) - len(self._missing) :], self._missing, strict=True)
         self._missing = deque(
             memoryview(bytearray(len(view))) if is_meant(message, number) else view for number, view in missing
         )
         self._missing.extend(code)
-        beside = self._numbers[True]
-        if self._carrier is not None and self._carrier.is_receiving and any(is_meant(message, n) for n in beside):
-            self._carrier.divert(lambda index: is_meant(message, beside[index]))
 
     def _receive(self) -> int | None:
         """Read into what is missing; None: nothing has arrived."""
@@ -445,11 +293,6 @@ class Line:
             left -= len(first)
             self._missing.popleft()
         return count
-
-    def _receive_beside(self, pieces: Pieces) -> None:
-        if self._carrier is None:
-            raise CarrierFailed("pieces of a message were sent by a carrier, and this end has none")
-        self._carrier.receive(pieces)
 
     def _expect_head(self) -> None:
         self._head = bytearray(2 * _WORD)
@@ -484,17 +327,11 @@ class Line:
             self._expect([self._sizes, self._body])
             self._stage = 1
         elif self._stage == 1:
-            message, words = pickle.loads(self._body), _words(self._sizes)
-            sizes = [word & ~_BESIDE for word in words]
+            message, sizes = pickle.loads(self._body), _words(self._sizes)
             self._pieces = list(place(message, sizes)) if sizes else []
             self._message = message
-            self._numbers = {
-                is_beside: [i for i, word in enumerate(words) if bool(word & _BESIDE) is is_beside and sizes[i]]
-                for is_beside in (False, True)
-            }
-            self._expect([self._pieces[number].cast("B") for number in self._numbers[False]])
-            if self._numbers[True]:
-                self._receive_beside([self._pieces[number] for number in self._numbers[True]])
+            self._numbers = [number for number, size in enumerate(sizes) if size]
+            self._expect([self._pieces[number].cast("B") for number in self._numbers])
             self._stage = 2
         else:
             message, pieces = self._message, self._pieces

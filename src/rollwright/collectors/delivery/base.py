@@ -22,7 +22,7 @@ from rollwright.collectors.delivery.assembler import (
     origin_of,
 )
 from rollwright.collectors.delivery.rows import RowRange, as_trajectories, common_keys, copied, pad
-from rollwright.collectors.profiling import Profile
+from rollwright.collectors.reports.observers import Profile
 from rollwright.collectors.rollout.paths.stages import IDS
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import placed, td_from, td_state

@@ -17,10 +17,9 @@ from torch import nn
 
 from rollwright._keys import key_str
 from rollwright._warnings import warn_user
-from rollwright.collectors.arguments import checked_state
+from rollwright.collectors.core import checked_state
 from rollwright.collectors.delivery.base import RolloutDelivery
-from rollwright.collectors.rollout.devices import module_device
-from rollwright.collectors.rollout.policy_copies import never_copied_in
+from rollwright.collectors.rollout.policy import module_device, never_copied_in
 from rollwright.collectors.rollout.rollout import Rollout
 from rollwright.collectors.rollout.state import RolloutState, placed, td_from, td_state
 from rollwright.envs.checkpoint import load_env, save_env, unchanged_if_it_raises

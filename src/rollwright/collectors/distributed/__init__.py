@@ -1,14 +1,14 @@
 """Collectors whose workers run on a cluster, where programs of the field import them from."""
 
-from rollwright.collectors.clusters.distributed import (
+from rollwright.collectors.distributed.generic import (
     DistributedCollector,
     DistributedDataCollector,
     DistributedSyncCollector,
     DistributedSyncDataCollector,
 )
-from rollwright.collectors.clusters.ray import RayCollector
-from rollwright.collectors.clusters.ray_evaluation import RayEvalWorker
-from rollwright.collectors.clusters.rpc import RPCCollector, RPCDataCollector
+from rollwright.collectors.distributed.ray import RayCollector
+from rollwright.collectors.distributed.rpc import RPCCollector, RPCDataCollector
+from rollwright.collectors.evaluation.ray import RayEvalWorker
 
 __all__ = [
     "DistributedCollector",

@@ -1,5 +1,5 @@
 """Synchronous collectors over process groups, at the path that programs of the field import."""
 
-from rollwright.collectors.clusters.distributed import DistributedSyncCollector, DistributedSyncDataCollector
+from rollwright.collectors.distributed.generic import DistributedSyncCollector, DistributedSyncDataCollector
 
 __all__ = ["DistributedSyncCollector", "DistributedSyncDataCollector"]

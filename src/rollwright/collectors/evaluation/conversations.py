@@ -9,11 +9,10 @@ import numpy as np
 from tensordict import LazyStackedTensorDict
 
 from rollwright.collectors.collector import Collector
-from rollwright.collectors.evaluation.episodes import EpisodeRunner, Stopped
-from rollwright.collectors.evaluation.results import EpisodeResults, FrozenBuffers
+from rollwright.collectors.evaluation.episodes import EpisodeResults, EpisodeRunner, FrozenBuffers, Stopped
 from rollwright.collectors.llm import LLMCollector
 from rollwright.collectors.rollout.environment import inner_conversations
-from rollwright.collectors.rollout.policy_copies import never_copied_in
+from rollwright.collectors.rollout.policy import never_copied_in
 from rollwright.weight_update.forms import State
 
 _TAKEN = ("policy_factory", "trust_policy", "pre_collect_hook", "post_collect_hook")  # of LLMCollector, too

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 from tensordict import TensorDictBase
 
 from rollwright._options import with_options
-from rollwright.collectors.arguments import checked_state
 from rollwright.collectors.collector import Collector
-from rollwright.collectors.delivery.queues import QueueClosed
-from rollwright.collectors.factory import BackendOptions, wants_workers
+from rollwright.collectors.core import checked_state
+from rollwright.collectors.delivery.stored import QueueClosed
 from rollwright.collectors.llm.interface import (
     LENGTH_UNKNOWN,
     checked_postproc,
@@ -28,7 +27,7 @@ from rollwright.collectors.options import ConversationOptions
 from rollwright.collectors.rollout.environment import version_of
 from rollwright.collectors.rollout.paths.conversations.exchange import WaitsEnded
 from rollwright.collectors.rollout.paths.conversations.turns import TurnPath
-from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.collectors.workers.options import BackendOptions, WorkerOptions, wants_workers
 from rollwright.data.llm.turns import Version
 
 if TYPE_CHECKING:

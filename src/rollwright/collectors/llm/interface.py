@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rollwright.collectors.delivery.queues import QueueWriter
+from rollwright.collectors.delivery.stored import QueueWriter
 from rollwright.data.llm.turns import Version
 from rollwright.modules.llm.replay import replaying
 

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
 from rollwright._options import PER_WORKER, Check, check_fields, names_of, refuse_unknown, whole
-from rollwright.collectors.delivery.queues import QueueWriter
+from rollwright.collectors.delivery.stored import QueueWriter
 from rollwright.collectors.options import Buffer, Interrupts
 from rollwright.data.llm.records import checked_left_out
 from rollwright.data.llm.sequence import InSequences

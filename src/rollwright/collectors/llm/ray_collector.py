@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from rollwright._options import with_options
-from rollwright.collectors.factory import BackendOptions
 from rollwright.collectors.llm.options import LLMOptions
 from rollwright.collectors.llm.workers import MultiLLMCollector, with_worker_count
-from rollwright.collectors.workers.options import WorkerOptions
+from rollwright.collectors.workers.options import BackendOptions, WorkerOptions
 
 if TYPE_CHECKING:
     from rollwright.collectors.keywords import LLMKeywords

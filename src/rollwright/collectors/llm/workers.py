@@ -11,9 +11,8 @@ from typing import Any, cast
 from tensordict import TensorDictBase
 
 from rollwright._options import with_options
-from rollwright.collectors.arguments import WorkerStats, checked_state
-from rollwright.collectors.delivery.queues import QueueBacklog, QueueClosed, QueueWriter
-from rollwright.collectors.factory import BackendOptions, num_in_each
+from rollwright.collectors.core import WorkerStats, checked_state
+from rollwright.collectors.delivery.stored import QueueBacklog, QueueClosed, QueueWriter
 from rollwright.collectors.llm.interface import (
     LENGTH_UNKNOWN,
     checked_postproc,
@@ -27,8 +26,8 @@ from rollwright.collectors.multi import MultiCollector
 from rollwright.collectors.options import ConversationOptions
 from rollwright.collectors.reports.statistics import CollectorStats
 from rollwright.collectors.rollout.state import td_from
-from rollwright.collectors.workers.options import WorkerOptions
-from rollwright.collectors.workers.stats import select_workers
+from rollwright.collectors.workers.control import select_workers
+from rollwright.collectors.workers.options import BackendOptions, WorkerOptions, num_in_each
 from rollwright.data.llm.records import origins_in
 from rollwright.data.llm.turns import Version
 from rollwright.errors import WorkerError

@@ -15,24 +15,28 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey, is_private, key_str, leaf_keys
 from rollwright._memory import MemoryPool
 from rollwright._warnings import warn_user
-from rollwright.collectors.arguments import checked_seed, resolve
-from rollwright.collectors.core import DataCursor, Path, RolloutObserver, Stage, TrajectoryIds, UnfitOutputs
+from rollwright.collectors.core import (
+    DataCursor,
+    Hooks,
+    Path,
+    RolloutObserver,
+    Stage,
+    TrajectoryIds,
+    UnfitOutputs,
+    checked_seed,
+    resolve,
+)
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.profiling import named_range
-from rollwright.collectors.rollout.blank import blank_batch
-from rollwright.collectors.rollout.counts import FrameCounts
-from rollwright.collectors.rollout.devices import Devices, Syncs, module_device
-from rollwright.collectors.rollout.hooks import Hooks
+from rollwright.collectors.reports.observers import named_range
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.choice import choose_path, dialogue_parts, goes_by_itself, plain_path
 from rollwright.collectors.rollout.paths.conversations.rows import followed
 from rollwright.collectors.rollout.paths.parts import PathParts, Taken
 from rollwright.collectors.rollout.paths.plain import PlainPath
-from rollwright.collectors.rollout.policy import ActingPolicy
-from rollwright.collectors.rollout.policy_errors import check_inputs, entries_of, explained
-from rollwright.collectors.rollout.policy_trial import Trial
+from rollwright.collectors.rollout.policy import ActingPolicy, Devices, Syncs, module_device
+from rollwright.collectors.rollout.policy_trial import Trial, blank_batch, check_inputs, entries_of, explained
 from rollwright.collectors.rollout.state import RolloutState
-from rollwright.collectors.rollout.stats import EpisodeStats, StageTimer
+from rollwright.collectors.rollout.stats import EpisodeStats, FrameCounts, StageTimer
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory, mark_truncated
 from rollwright.data.layout.boundaries import summed_reward
@@ -463,7 +467,7 @@ class Rollout:
         return batch
 
     def blank(self) -> TensorDictBase:
-        """A batch of zeros like those of :meth:`run`; see :func:`~rollwright.collectors.rollout.blank.blank_batch`."""
+        """A batch of zeros like those of :meth:`run`, with the entries that one call of the policy shows."""
         self.check_open()
         with torch.no_grad(), set_exploration_type(self.options.exploration_type), set_recurrent_mode("sequential"):
             return blank_batch(

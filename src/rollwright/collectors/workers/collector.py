@@ -14,23 +14,19 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
 from rollwright._keys import NestedKey, as_tuple, unravel
 from rollwright._processes.channel import ByValue
-from rollwright.collectors.arguments import Reachable
-from rollwright.collectors.core import NothingLeft, TrajectoryIds
-from rollwright.collectors.delivery.background import Background
+from rollwright.collectors.core import Hooks, NothingLeft, PostHook, PreHook, Reachable, TrajectoryIds
 from rollwright.collectors.delivery.base import TrajectoryBatches
+from rollwright.collectors.delivery.rows import batch_memory
 from rollwright.collectors.delivery.saved_state import SavedState
-from rollwright.collectors.delivery.storage_memory import batch_memory
 from rollwright.collectors.delivery.stored import choose_delivery
-from rollwright.collectors.delivery.thread import paused_error
-from rollwright.collectors.delivery_options import ledger_of, warn_of_options
-from rollwright.collectors.profiling import Profile, ProfileConfig
-from rollwright.collectors.rollout.devices import module_device
+from rollwright.collectors.delivery.thread import Background, paused_error
+from rollwright.collectors.options import ledger_of, warn_of_options
+from rollwright.collectors.reports.observers import Profile, ProfileConfig
 from rollwright.collectors.rollout.environment import making_env, note_waits
-from rollwright.collectors.rollout.hooks import Hooks, PostHook, PreHook
-from rollwright.collectors.rollout.policy import making_policy
+from rollwright.collectors.rollout.policy import making_policy, module_device
 from rollwright.collectors.rollout.rollout import Rollout
+from rollwright.collectors.rollout.state import TrajectoryPool
 from rollwright.collectors.rollout.stats import EpisodeStats
-from rollwright.collectors.rollout.trajectory_ids import TrajectoryPool
 from rollwright.collectors.weights import LocalWeights, WeightTargets, pick_weights
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.counters import (

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from rollwright._memory import Segment
 from rollwright.collectors.core import DataCursor, Stage
 from rollwright.collectors.delivery.base import RolloutDelivery
-from rollwright.collectors.delivery_options import buffer_of, ledger_of
-from rollwright.collectors.options import CollectorOptions
+from rollwright.collectors.options import CollectorOptions, buffer_of, ledger_of
 from rollwright.collectors.rollout.stats import NUM_EPISODES
 from rollwright.collectors.workers import messages
 from rollwright.data.llm.turns import Origin

@@ -62,10 +62,10 @@ Backend = Literal["direct", WorkerBackend]
 BACKENDS = {
     "process": "rollwright.collectors.workers.transports",
     "multiprocessing": "rollwright.collectors.workers.transports",
-    "tcp": "rollwright.collectors.workers.remote.tcp",
+    "tcp": "rollwright.collectors.workers.remote.launching",
     "ray": "rollwright.collectors.workers.remote.ray",
-    "distributed": "rollwright.collectors.workers.remote.distributed",
-    "rpc": "rollwright.collectors.workers.remote.rpc",
+    "distributed": "rollwright.collectors.workers.remote.launching",
+    "rpc": "rollwright.collectors.workers.remote.launching",
     "submitit": "rollwright.collectors.workers.remote.submitit",
 }
 """By name, the module: it has ``Options``, a dataclass or None, and ``transport(options, own, num_workers)``."""

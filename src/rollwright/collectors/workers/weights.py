@@ -14,7 +14,7 @@ from rollwright._processes.forks import on_fork
 from rollwright.collectors.weights import CollectorWeights, Update, parse_update_for_workers
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.options import WorkerOptions
-from rollwright.collectors.workers.schedules.schedule import Schedule
+from rollwright.collectors.workers.schedule import Schedule
 from rollwright.errors import WorkerError
 from rollwright.weight_update import WeightSyncScheme
 from rollwright.weight_update.forms import Description

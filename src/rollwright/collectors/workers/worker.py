@@ -15,7 +15,7 @@ from rollwright._memory import Segment
 from rollwright._processes.channel import ByValue, Channel, ChannelClosed
 from rollwright._processes.connection import ExceptionInfo
 from rollwright._seeding import seed_torch
-from rollwright.collectors.arguments import resolve
+from rollwright.collectors.core import resolve
 from rollwright.collectors.delivery.thread import paused_error
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers import messages

@@ -1,4 +1,4 @@
-"""Workers over Gloo, RPC and Ray that write to a replay service, in a process or in an actor, whatever is killed."""
+"""Groups of workers that write to a replay service, in a process or in an actor, whatever is killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tests.collectors.workers.processes import wait_until
 from tests.collectors.workers.remote.stored import check_trajectories, frames_by_name, homing
 from tests.ray_cluster import attached
 
-from rollwright.collectors.workers.remote import rpc
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.errors import WorkerError
 
@@ -21,8 +20,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
 OPTIONS = {
     "tcp": {},
-    "distributed": {"min_bytes": 0},
-    "rpc": {"min_bytes": 0},
+    "distributed": {},
+    "rpc": {},
     "ray": {"remote_configs": {"num_cpus": 1}},
 }
 SERVICES = {"process": {}, "ray": {"remote_config": {"num_cpus": 0.1}}}
@@ -42,12 +41,6 @@ def cluster():
     """This process is connected to it."""
     with attached() as address:
         yield address
-
-
-@pytest.fixture(autouse=True)
-def noticed(monkeypatch):
-    """The notice about RPC was shown before."""
-    monkeypatch.setattr(rpc, "_has_warned", True)
 
 
 @pytest.fixture
@@ -141,19 +134,6 @@ def test_a_killed_group_is_replaced_and_every_frame_is_there_once(write, serve, 
         assert more(buffer)
         collector.async_shutdown()
     assert check_trajectories(buffer) > 10
-    assert len(frames_by_name(buffer)) == buffer.write_count
-
-
-def test_a_member_of_rpc_that_is_killed_is_an_error_and_what_it_wrote_is_stored(write, serve):
-    buffer = serve("process")
-    collector = write("sync", "rpc", buffer)
-    for _ in range(4):
-        collector.next()
-    kill_one(groups(collector))
-    with pytest.raises(WorkerError, match="no other can join"):
-        for _ in collector:
-            pass
-    assert buffer.write_count >= collector.stats()["frames"] >= 160
     assert len(frames_by_name(buffer)) == buffer.write_count
 
 

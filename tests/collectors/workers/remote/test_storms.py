@@ -23,7 +23,6 @@ from tests.collectors.workers.remote.stored import check_trajectories, frames_by
 from tests.patience import patient
 from tests.ray_cluster import attached
 
-from rollwright.collectors.workers.remote import rpc
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 
 SEED = int(os.environ.get("ROLLWRIGHT_STORM_SEED", "0"))
@@ -38,8 +37,8 @@ pytestmark = [
 
 OPTIONS = {
     "tcp": {},
-    "distributed": {"min_bytes": 0},
-    "rpc": {"min_bytes": 0},
+    "distributed": {},
+    "rpc": {},
     "ray": {"remote_configs": {"num_cpus": 1}},
 }
 BACKENDS = ["tcp", "distributed", "rpc", pytest.param("ray", marks=pytest.mark.ray)]
@@ -49,7 +48,6 @@ REPLACED = {"on_worker_failure": "restart", "max_restarts": 10**6, "restart_dela
 @pytest.fixture(autouse=True)
 def started(backend, monkeypatch):
     """What a backend needs: for Ray, this process is connected to a cluster."""
-    monkeypatch.setattr(rpc, "_has_warned", True)
     if backend != "ray":
         yield
         return
@@ -152,7 +150,7 @@ def test_storm(make, service, backend, kind, trajectories, stored):
     envs = [partial(homing, ident) for ident in range(4)]
     collector = make(kind, envs, gain(), frames_per_batch=40, **options, **options_of(backend), **REPLACED)
     storm = Storm(collector, service if stored else None, SEED + 4 * (kind == "sync") + 2 * trajectories + stored)
-    whats = ["worker", *(["group"] if backend != "rpc" else []), *(["service"] if stored else [])]
+    whats = ["worker", "group", *(["service"] if stored else [])]
     for number in range(ROUNDS):
         storm.round(whats[number] if number < len(whats) else storm.random.choice(whats))
     stats = collector.stats()

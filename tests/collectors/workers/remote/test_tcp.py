@@ -435,7 +435,12 @@ WRONG = {
     "count": ({"num_workers_per_collector": 0}, {}, ValueError, "num_workers_per_collector: .*at least 1, got 0"),
     "address": ({"address": "here"}, {}, ValueError, "address: expected 'HOST:PORT'.*got 'here'"),
     "secret": ({"secret": "short"}, {}, ValueError, "secret: expected a text of at least 16 characters"),
-    "launcher": ({"launcher": "slurm"}, {}, ValueError, "launcher: expected 'mp' or 'join', got 'slurm'"),
+    "launcher": (
+        {"launcher": "slurm"},
+        {},
+        ValueError,
+        "launcher: expected 'mp' or 'submitit' or 'torchrun' or 'join', got 'slurm'",
+    ),
     "no secret": ({"launcher": "join"}, {}, ValueError, "secret: launcher='join' needs one.*ROLLWRIGHT_SECRET"),
     "timeout": ({"host_timeout": 0}, {}, ValueError, "host_timeout: expected more than 0 s"),
     "start method": ({}, {"start_method": "fork"}, ValueError, "start_method='fork' is for processes of this machine"),

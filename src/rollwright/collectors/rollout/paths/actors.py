@@ -1,27 +1,35 @@
-"""Actors in an environment on arrays: policies on arrays, and policies on TensorDicts."""
+"""Actors: policies on arrays, on tensors and on TensorDicts; and which of them a policy becomes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
-from rollwright._keys import NestedKey, as_tuple, place
+from rollwright._keys import NestedKey, as_tuple, key_str, place, unravel
 from rollwright._memory import in_numpy
 from rollwright.collectors.core import Actor
 from rollwright.collectors.rollout.paths import stages
-from rollwright.collectors.rollout.paths.outputs import entries_or_rows
-from rollwright.collectors.rollout.paths.stages import IDS, VERSION
+from rollwright.collectors.rollout.paths.parts import PathParts
+from rollwright.collectors.rollout.paths.stages import IDS, VERSION, entries_or_rows
+from rollwright.collectors.rollout.policy import accelerate
 from rollwright.data.entries import unchecked_td
-from rollwright.envs.arrays import Entry, Values
+from rollwright.data.specs import NonTensor
+from rollwright.envs.arrays import ArrayEnv, Entry, Values, objects_of
 from rollwright.envs.base import EnvBase
+from rollwright.envs.libs.torchrl import TorchRLWrapper
+from rollwright.envs.own_tensors import OwnTensors
+from rollwright.envs.recreation import RecreatedEnv
+from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
+from rollwright.modules import RandomPolicy
+from rollwright.modules.functions import FunctionPolicy
 from rollwright.modules.signature import Call
-from rollwright.policies import ArrayPolicy, compile_policy
+from rollwright.policies import ArrayPolicy, array_policy, compile_policy
 from rollwright.policies.base import TensorPolicy
 
 
@@ -351,3 +359,232 @@ class OnEntries:
         for key, value in zip(flat.out_keys, outputs, strict=True):
             td.set(key, value)
         return td
+
+
+def tried(against: dict[str, str], part: str, make: Callable[[], T]) -> T | None:
+    """What ``make`` returns; None: it does not run on arrays, and ``against`` says why, by part."""
+    try:
+        return make()
+    except NotNative as reason:
+        against.setdefault(part, str(reason))
+        return None
+
+
+def roots_of(arrays: ArrayEnv) -> dict[NestedKey, Entry]:
+    """What a current TensorDict holds before the policy has acted."""
+    flag = Entry((*arrays.batch, 1), np.dtype(np.bool_), True)
+    return {**arrays.carried, **dict.fromkeys(cast("tuple[NestedKey, ...]", arrays.root_flags), flag)}
+
+
+def policy_on_tensors(parts: PathParts) -> TensorPolicy:
+    """The policy as calls on the tensors of the current TensorDict.
+
+    Raises:
+        NotNative: it is to be called on TensorDicts.
+    """
+    options, env = parts.options, parts.env
+    if options.use_buffers is False:
+        raise NotNative("use_buffers=False")
+    if options.compile_policy or options.cudagraph_policy:
+        raise NotNative("torch compiles it as a whole, because the environment is plain")
+    if parts.conversations is not None or any(
+        device is not None and device.type != "cpu" for device in (parts.devices.policy, env.device)
+    ):
+        raise NotNative("the environment is plain")
+    specs = [env.full_observation_spec, env.full_state_spec, env.full_done_spec]
+    available = {
+        unravel(key)
+        for spec in specs
+        for key in spec.leaves()
+        if not isinstance(spec[key], NonTensor) and -1 not in spec[key].shape
+    }
+    flat = _flat_of(parts, parts.acting.call, available, tuple(env.batch_size), available)
+    if not isinstance(flat, TensorPolicy) or flat.kept:
+        raise NotNative("the environment is plain")
+    return flat
+
+
+def undecided(parts: PathParts, actor: Actor, flat: Callable[[], Actor]) -> Actor:
+    """A policy on TensorDicts; a function whose first call shows that it does not need them, as ``flat`` from there."""
+    call = parts.acting.call
+    if type(call) is not FunctionPolicy or call.takes is not None:
+        return actor
+
+    def decided() -> Actor | None:
+        return None if call.takes is None else tried({}, "policy", flat) or actor
+
+    return UndecidedActor(actor, decided)
+
+
+def policy_on_tensordicts(
+    parts: PathParts, entries: Mapping[NestedKey, Any], nests: Mapping[str, tuple[int, ...]], why: str
+) -> Actor:
+    """The policy as it is, on TensorDicts made of arrays."""
+    options = parts.options
+    if options.cudagraph_policy or (options.compile_policy and options.compile_policy is not True):
+        raise NotNative("torch compiles the policy as a whole")
+    if any(device is not None and device.type != "cpu" for device in (parts.devices.policy, parts.devices.storing)):
+        raise NotNative("policy and batches are not on the CPU")
+    if any(entry.dtype == np.object_ for entry in entries.values()):
+        raise NotNative(f"an entry holds objects, and the policy is given a TensorDict ({why})")
+    return _called_whole(parts, parts.acting.call, entries, nests, why, as_array, reads_ids=options.track_traj_ids)
+
+
+def _called_whole(
+    parts: PathParts,
+    call: Call,
+    entries: Mapping[NestedKey, Any],
+    nests: Mapping[str, tuple[int, ...]],
+    why: str,
+    read: Callable[[Any], Any],
+    *,
+    fresh: bool = True,
+    reads_ids: bool = False,
+    compiles: bool = True,
+) -> Actor:
+    """The policy as it is, on TensorDicts.
+
+    Args:
+        parts: of the path.
+        call: calls the policy.
+        entries: what the current TensorDict holds.
+        nests: see :class:`TensorDictActor`.
+        why: likewise.
+        read: likewise.
+        fresh: whether its outputs are new tensors at each call.
+        reads_ids: see :class:`TensorDictActor`.
+        compiles: likewise.
+    """
+    env = parts.env
+    act = stages.build_act(call, lambda td: td, stages.action_check(env), fresh_outputs=fresh)
+    if parts.options.track_policy_version:
+        act = stages.tag_act(act, parts.version)
+    return TensorDictActor(
+        act,
+        entries,
+        rewards=env.reward_keys,
+        stale=stages.stale_actions(env, parts.acting.policy),
+        batch=tuple(env.batch_size),
+        nests=nests,
+        device=parts.current_device,
+        reads_ids=reads_ids,
+        why=why,
+        read=read,
+        compiles=compiles,
+    )
+
+
+def device_of(env: EnvBase) -> torch.device:
+    """Of an environment's data."""
+    return torch.device("cpu") if env.device is None else env.device
+
+
+def actor_on_cpu(parts: PathParts, env: OwnTensors) -> tuple[Actor, Actor]:
+    """What acts, and what acts at random."""
+    options, there = parts.options, {*env.entries, *env.flags, *env.root_flags}
+
+    def on_tensors(policy: Any) -> Actor:
+        return TensorActor(_flat_of(parts, policy, there, tuple(env.batch), there))
+
+    def acts() -> Actor:
+        if options.cudagraph_policy:
+            raise NotNative("cudagraph_policy")
+        return on_tensors(parts.acting.call)
+
+    against: dict[str, str] = {}
+    actor = tried(against, "policy", acts)
+    if actor is None:
+        if options.cudagraph_policy or (options.compile_policy and options.compile_policy is not True):
+            raise NotNative("torch compiles the policy as a whole")
+        call, why, reads_ids = parts.acting.call, against["policy"], options.track_traj_ids and not env.by_mask
+        entries = dict.fromkeys(there)
+        whole = _called_whole(parts, call, entries, _nests(env), why, as_tensor, reads_ids=reads_ids)
+        actor = undecided(parts, whole, acts)
+    drawn = _random_policy(parts)
+    return actor, TensorActor(drawn) if isinstance(drawn, ArrayPolicy) else on_tensors(drawn)
+
+
+def actor_elsewhere(parts: PathParts, env: OwnTensors) -> tuple[Actor, Actor]:
+    """The same where a device other than the CPU computes: the policy is called, compiled and captured as a whole."""
+    random, options = TensorActor(EnvActions(parts.env)), parts.options
+    there, why = {*env.entries, *env.flags, *env.root_flags}, "torch compiles it as a whole"
+    if not (options.compile_policy or options.cudagraph_policy):
+        against: dict[str, str] = {}
+        taken_apart = tried(
+            against, "policy", lambda: _flat_of(parts, parts.acting.call, there, tuple(env.batch), there, env.device)
+        )
+        if isinstance(taken_apart, TensorPolicy) and not taken_apart.kept:
+            return TensorActor(taken_apart), random
+        why = against.get("policy", "it keeps states of its own")
+    call, fresh = accelerate(parts.acting.call, options)
+    whole = _called_whole(parts, call, dict.fromkeys(there), _nests(env), why, as_tensor, fresh=fresh, compiles=False)
+    return whole, random
+
+
+def _nests(env: OwnTensors) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(size[len(env.batch) :]) for name, size in env.nests.items()}
+
+
+def flat_policy(parts: PathParts, arrays: ArrayEnv, policy: Any) -> ArrayPolicy:
+    """The policy on arrays of an environment.
+
+    Raises:
+        NotNative: it has no such form, or writes what the environment has.
+    """
+    if parts.options.cudagraph_policy:
+        raise NotNative("cudagraph_policy")
+    there = {*arrays.carried, *arrays.root_flags}
+    return _flat_of(parts, policy, there.difference(objects_of(arrays.entries)), arrays.batch, there)
+
+
+def _flat_of(
+    parts: PathParts,
+    policy: Any,
+    available: set[NestedKey],
+    batch: tuple[int, ...],
+    there: set[NestedKey],
+    device: torch.device | None = None,
+) -> ArrayPolicy:
+    """The policy on arrays, where it writes the actions, and nothing that is ``there`` before."""
+    kind = parts.options.exploration_type
+    flat = array_policy(policy, exploration_type=kind, batch_shape=batch, available=available, device=device)
+    written = {unravel(key) for key in flat.out_keys}
+    missing = [key for key in parts.env.action_keys if key not in written]
+    if missing:
+        raise NotNative(f"it writes no {key_str(missing)}")
+    clash = [key for key in written if key in there or not _lands(key, there)]
+    if clash:
+        raise NotNative(f"it writes {key_str(clash)}, beside what the environment has")
+    return flat
+
+
+def _lands(key: NestedKey, available: set[NestedKey]) -> bool:
+    """Whether an entry below ``"next"`` is one that the environment's root has as well; others lie at the root."""
+    path = as_tuple(key)
+    return path[0] != "next" or unravel(path[1:]) in available
+
+
+def random_policy(parts: PathParts, arrays: ArrayEnv) -> ArrayPolicy:
+    """Random actions, as the environment would draw them."""
+    drawn = _random_policy(parts)
+    return drawn if isinstance(drawn, ArrayPolicy) else flat_policy(parts, arrays, drawn)
+
+
+def _random_policy(parts: PathParts) -> ArrayPolicy | RandomPolicy:
+    """What draws actions as the environment would.
+
+    Raises:
+        NotNative: the environment has a way of its own.
+    """
+    env: EnvBase = parts.env
+    passing = (TransformedEnv.rand_action, RecreatedEnv.rand_action)
+    while isinstance(env, TransformedEnv | RecreatedEnv) and type(env).rand_action in passing:
+        env = env.base_env
+    if type(env).rand_action is TorchRLWrapper.rand_action and env.full_action_spec == parts.env.full_action_spec:
+        return EnvActions(parts.env)
+    if type(env).rand_action is not EnvBase.rand_action:
+        raise NotNative(f"{type(env).__name__} overrides rand_action")
+    return RandomPolicy(parts.env.full_action_spec)
+
+
+T = TypeVar("T")

@@ -14,12 +14,17 @@ from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys
 from rollwright.collectors.core import Actor, Path, UnfitOutputs
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import CastActor, as_array
-from rollwright.collectors.rollout.paths.layout import BatchLayout, Form, below_next, difference, lay_out, unfit
-from rollwright.collectors.rollout.paths.outputs import entries_or_rows, write_outputs
 from rollwright.collectors.rollout.paths.parts import PathParts, Taken
-from rollwright.collectors.rollout.paths.recording import BatchMemory
-from rollwright.collectors.rollout.paths.stages import IDS, VERSION
-from rollwright.collectors.rollout.policy_trial import action_forms
+from rollwright.collectors.rollout.paths.recording import (
+    BatchLayout,
+    BatchMemory,
+    Form,
+    below_next,
+    difference,
+    lay_out,
+    unfit,
+)
+from rollwright.collectors.rollout.paths.stages import IDS, VERSION, action_forms, entries_or_rows, write_outputs
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.envs.arrays import FLAGS, ArrayEnv, Entry, Rows, UnfitOutcome, Values, objects_of
 from rollwright.envs.tensordicts_on_arrays import as_tensordict

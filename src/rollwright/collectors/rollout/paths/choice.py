@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import numpy as np
-import torch
-
-from rollwright._keys import NestedKey, as_tuple, key_str, unravel
+from rollwright._keys import NestedKey
 from rollwright._memory import MemoryPool
 from rollwright._warnings import warn_user
 from rollwright.collectors.core import Actor, Path
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.environment import conversations_of
-from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import (
-    EnvActions,
     FlatActor,
-    TensorActor,
-    TensorDictActor,
-    UndecidedActor,
-    as_array,
-    as_tensor,
+    actor_elsewhere,
+    actor_on_cpu,
+    device_of,
+    flat_policy,
+    policy_on_tensordicts,
+    policy_on_tensors,
+    random_policy,
+    roots_of,
+    tried,
+    undecided,
 )
 from rollwright.collectors.rollout.paths.arrays import ArrayPath
 from rollwright.collectors.rollout.paths.conversations.pool import is_pool_of_conversations, turns_of_pool
@@ -35,27 +35,17 @@ from rollwright.collectors.rollout.paths.pool import PoolPath
 from rollwright.collectors.rollout.paths.tensors import TensorPath
 from rollwright.collectors.rollout.policy import accelerate
 from rollwright.data.llm.records import RecordLayout
-from rollwright.data.specs import NonTensor
-from rollwright.envs.arrays import ArrayEnv, Entry, array_form, objects_of, works_on_tensordicts
+from rollwright.envs.arrays import ArrayEnv, array_form, objects_of, works_on_tensordicts
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
-from rollwright.envs.libs.torchrl import TorchRLWrapper
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import TurnHook
-from rollwright.envs.own_tensors import OwnTensors
-from rollwright.envs.recreation import RecreatedEnv
 from rollwright.envs.transforms import TransformedEnv
 from rollwright.errors import NotNative
-from rollwright.modules import RandomPolicy
-from rollwright.modules.functions import FunctionPolicy
 from rollwright.modules.llm.engine import Engine
 from rollwright.modules.llm.replay import ReplayEngine
-from rollwright.modules.signature import Call
-from rollwright.policies import ArrayPolicy, array_policy
-from rollwright.policies.base import TensorPolicy
+from rollwright.policies import ArrayPolicy
 from rollwright.policies.program import RandomActions
-
-T = TypeVar("T")
 
 _NO_END = (
     "tokenizer: neither it nor the model's configuration has a token that ends an answer, so that each answer goes on "
@@ -86,31 +76,31 @@ def choose_path(parts: PathParts, *, strict: bool = False) -> Path:
         make = turns_of_pool if pool.ndim > 1 else PoolPath
         return make(parts, pool, call, fresh_outputs=fresh)
     against: dict[str, str] = {}
-    if _device(parts.env).type != "cpu":
-        path: Path | None = _tried(against, "env", lambda: _tensor_path(parts))
+    if device_of(parts.env).type != "cpu":
+        path: Path | None = tried(against, "env", lambda: _tensor_path(parts))
     elif isinstance(parts.env, TransformedEnv):  # transforms are cheapest on arrays
-        path = _array_path(parts, against, strict=strict) or _tried({}, "env", lambda: _tensor_path(parts))
+        path = _array_path(parts, against, strict=strict) or tried({}, "env", lambda: _tensor_path(parts))
     else:
-        path = _tried({}, "env", lambda: _tensor_path(parts)) or _array_path(parts, against, strict=strict)
+        path = tried({}, "env", lambda: _tensor_path(parts)) or _array_path(parts, against, strict=strict)
     return plain_path(parts, against, strict=strict) if path is None else path
 
 
 def _array_path(parts: PathParts, against: dict[str, str], *, strict: bool) -> ArrayPath | None:
     """The path on arrays; None: there is none, and ``against`` says why."""
-    arrays = _tried(against, "env", lambda: arrays_of(parts))
-    random = None if arrays is None else _tried(against, "env", lambda: _random(parts, arrays))
+    arrays = tried(against, "env", lambda: arrays_of(parts))
+    random = None if arrays is None else tried(against, "env", lambda: random_policy(parts, arrays))
     if arrays is None or random is None:
         return None
-    entries = _roots(arrays)
-    flat = _tried(against, "policy", lambda: _flat(parts, arrays, parts.acting.call))
+    entries = roots_of(arrays)
+    flat = tried(against, "policy", lambda: flat_policy(parts, arrays, parts.acting.call))
     actor: Actor | None
     if flat is not None:
         actor = FlatActor(flat, entries)
     else:
         why = against["policy"]
-        actor = _tried(against, "env", lambda: _on_tensordicts(parts, entries, arrays.nests, why))
+        actor = tried(against, "env", lambda: policy_on_tensordicts(parts, entries, arrays.nests, why))
         if actor is not None:
-            actor = _undecided(parts, actor, lambda: FlatActor(_flat(parts, arrays, parts.acting.call), entries))
+            actor = undecided(parts, actor, lambda: FlatActor(flat_policy(parts, arrays, parts.acting.call), entries))
     if actor is None:
         return None
     random_actor = FlatActor(random, entries)
@@ -121,8 +111,8 @@ def _array_path(parts: PathParts, against: dict[str, str], *, strict: bool) -> A
         how["env"] += f"; {arrays.held_back}"
     number = parts.options.env_groups
     if number > 1 and flat is not None:
-        groups = _tried(against, "env", lambda: _groups(parts, arrays))
-        acting = None if groups is None else _tried(against, "policy", lambda: _acting(parts, groups, flat, actor))
+        groups = tried(against, "env", lambda: _groups(parts, arrays))
+        acting = None if groups is None else tried(against, "policy", lambda: _acting(parts, groups, flat, actor))
         if groups is not None and acting is not None:
             how["env"] += f", in {number} groups that take turns"
             return GroupedPath(parts, arrays, random_actor, groups=groups, policies=acting, how=how)
@@ -242,12 +232,6 @@ def _layout(env: EnvBase, policy: Any, leave_out: Sequence[NestedKey]) -> Record
     return replace(layout, log_probs=bool(getattr(policy, "return_log_probs", True)), leave_out=tuple(leave_out))
 
 
-def _roots(arrays: ArrayEnv) -> dict[NestedKey, Entry]:
-    """What a current TensorDict holds before the policy has acted."""
-    flag = Entry((*arrays.batch, 1), np.dtype(np.bool_), True)
-    return {**arrays.carried, **dict.fromkeys(cast("tuple[NestedKey, ...]", arrays.root_flags), flag)}
-
-
 def _groups(parts: PathParts, arrays: ArrayEnv) -> list[ArrayEnv]:
     """Parts of a batch that hold what the whole does, in fewer rows."""
     if not parts.options.reset_when_done:
@@ -269,7 +253,7 @@ def _acting(parts: PathParts, groups: list[ArrayEnv], flat: ArrayPolicy, whole: 
     """A policy for each group; random actions are drawn for all of them at once."""
     if isinstance(flat, RandomActions):
         return [whole] * len(groups)
-    return [FlatActor(_flat(parts, group, parts.acting.call), _roots(group)) for group in groups]
+    return [FlatActor(flat_policy(parts, group, parts.acting.call), roots_of(group)) for group in groups]
 
 
 def _note_one_group(parts: PathParts, against: dict[str, str], strict: bool) -> None:
@@ -300,7 +284,7 @@ def plain_path(parts: PathParts, against: dict[str, str], *, strict: bool = Fals
     """
     _note_one_group(parts, against, strict)
     _check_layout(parts)
-    flat = None if "policy" in against else _tried(against, "policy", lambda: _on_tensors(parts))
+    flat = None if "policy" in against else tried(against, "policy", lambda: policy_on_tensors(parts))
     how = {part: f"plain: {reason}" for part, reason in against.items()}
     how.setdefault("env", "plain, because the policy is")
     if flat is not None:
@@ -308,34 +292,6 @@ def plain_path(parts: PathParts, against: dict[str, str], *, strict: bool = Fals
         return PlainPath(parts, parts.acting.call, fresh_outputs=True, flat=flat, how=how)
     call, fresh = accelerate(parts.acting.call, parts.options)
     return PlainPath(parts, call, fresh_outputs=fresh, how=how)
-
-
-def _on_tensors(parts: PathParts) -> TensorPolicy:
-    """The policy as calls on the tensors of the current TensorDict.
-
-    Raises:
-        NotNative: it is to be called on TensorDicts.
-    """
-    options, env = parts.options, parts.env
-    if options.use_buffers is False:
-        raise NotNative("use_buffers=False")
-    if options.compile_policy or options.cudagraph_policy:
-        raise NotNative("torch compiles it as a whole, because the environment is plain")
-    if parts.conversations is not None or any(
-        device is not None and device.type != "cpu" for device in (parts.devices.policy, env.device)
-    ):
-        raise NotNative("the environment is plain")
-    specs = [env.full_observation_spec, env.full_state_spec, env.full_done_spec]
-    available = {
-        unravel(key)
-        for spec in specs
-        for key in spec.leaves()
-        if not isinstance(spec[key], NonTensor) and -1 not in spec[key].shape
-    }
-    flat = _flat_of(parts, parts.acting.call, available, tuple(env.batch_size), available)
-    if not isinstance(flat, TensorPolicy) or flat.kept:
-        raise NotNative("the environment is plain")
-    return flat
 
 
 def _check_layout(parts: PathParts) -> None:
@@ -353,84 +309,6 @@ def _check_layout(parts: PathParts) -> None:
         f"it and the policy. Leave record_layout out; or take out transforms other than StepCounter(), RewardSum() and "
         "PolicyVersion(), so that turns are passed, whose records have any layout."
     )
-
-
-def _undecided(parts: PathParts, actor: Actor, flat: Callable[[], Actor]) -> Actor:
-    """A policy on TensorDicts; a function whose first call shows that it does not need them, as ``flat`` from there."""
-    call = parts.acting.call
-    if type(call) is not FunctionPolicy or call.takes is not None:
-        return actor
-
-    def decided() -> Actor | None:
-        return None if call.takes is None else _tried({}, "policy", flat) or actor
-
-    return UndecidedActor(actor, decided)
-
-
-def _on_tensordicts(
-    parts: PathParts, entries: Mapping[NestedKey, Any], nests: Mapping[str, tuple[int, ...]], why: str
-) -> Actor:
-    """The policy as it is, on TensorDicts made of arrays."""
-    options = parts.options
-    if options.cudagraph_policy or (options.compile_policy and options.compile_policy is not True):
-        raise NotNative("torch compiles the policy as a whole")
-    if any(device is not None and device.type != "cpu" for device in (parts.devices.policy, parts.devices.storing)):
-        raise NotNative("policy and batches are not on the CPU")
-    if any(entry.dtype == np.object_ for entry in entries.values()):
-        raise NotNative(f"an entry holds objects, and the policy is given a TensorDict ({why})")
-    return _called_whole(parts, parts.acting.call, entries, nests, why, as_array, reads_ids=options.track_traj_ids)
-
-
-def _called_whole(
-    parts: PathParts,
-    call: Call,
-    entries: Mapping[NestedKey, Any],
-    nests: Mapping[str, tuple[int, ...]],
-    why: str,
-    read: Callable[[Any], Any],
-    *,
-    fresh: bool = True,
-    reads_ids: bool = False,
-    compiles: bool = True,
-) -> Actor:
-    """The policy as it is, on TensorDicts.
-
-    Args:
-        parts: of the path.
-        call: calls the policy.
-        entries: what the current TensorDict holds.
-        nests: see :class:`TensorDictActor`.
-        why: likewise.
-        read: likewise.
-        fresh: whether its outputs are new tensors at each call.
-        reads_ids: see :class:`TensorDictActor`.
-        compiles: likewise.
-    """
-    env = parts.env
-    act = stages.build_act(call, lambda td: td, stages.action_check(env), fresh_outputs=fresh)
-    if parts.options.track_policy_version:
-        act = stages.tag_act(act, parts.version)
-    return TensorDictActor(
-        act,
-        entries,
-        rewards=env.reward_keys,
-        stale=stages.stale_actions(env, parts.acting.policy),
-        batch=tuple(env.batch_size),
-        nests=nests,
-        device=parts.current_device,
-        reads_ids=reads_ids,
-        why=why,
-        read=read,
-        compiles=compiles,
-    )
-
-
-def _tried(against: dict[str, str], part: str, make: Callable[[], T]) -> T | None:
-    try:
-        return make()
-    except NotNative as reason:
-        against.setdefault(part, str(reason))
-        return None
 
 
 def arrays_of(parts: PathParts) -> ArrayEnv:
@@ -455,17 +333,13 @@ def arrays_of(parts: PathParts) -> ArrayEnv:
     return arrays
 
 
-def _device(env: EnvBase) -> torch.device:
-    return torch.device("cpu") if env.device is None else env.device
-
-
 def _tensor_path(parts: PathParts) -> TensorPath:
     """The path on tensors.
 
     Raises:
         NotNative: the environment has no tensor form, or an option rules it out.
     """
-    options, devices, device = parts.options, parts.devices, _device(parts.env)
+    options, devices, device = parts.options, parts.devices, device_of(parts.env)
     ruled_out = {
         "conversations": parts.conversations is not None,
         "use_buffers=False": options.use_buffers is False,
@@ -479,108 +353,5 @@ def _tensor_path(parts: PathParts) -> TensorPath:
     if not options.reset_when_done and not env.goes_on:
         raise NotNative("reset_when_done=False")
     how = {"env": "native: tensors"}
-    actor, random = _actor_on_cpu(parts, env) if device.type == "cpu" else _actor_elsewhere(parts, env)
+    actor, random = actor_on_cpu(parts, env) if device.type == "cpu" else actor_elsewhere(parts, env)
     return TensorPath(parts, env, actor, random, how={**how, "policy": actor.how})
-
-
-def _actor_on_cpu(parts: PathParts, env: OwnTensors) -> tuple[Actor, Actor]:
-    """What acts, and what acts at random."""
-    options, there = parts.options, {*env.entries, *env.flags, *env.root_flags}
-
-    def on_tensors(policy: Any) -> Actor:
-        return TensorActor(_flat_of(parts, policy, there, tuple(env.batch), there))
-
-    def acts() -> Actor:
-        if options.cudagraph_policy:
-            raise NotNative("cudagraph_policy")
-        return on_tensors(parts.acting.call)
-
-    against: dict[str, str] = {}
-    actor = _tried(against, "policy", acts)
-    if actor is None:
-        if options.cudagraph_policy or (options.compile_policy and options.compile_policy is not True):
-            raise NotNative("torch compiles the policy as a whole")
-        call, why, reads_ids = parts.acting.call, against["policy"], options.track_traj_ids and not env.by_mask
-        entries = dict.fromkeys(there)
-        whole = _called_whole(parts, call, entries, _nests(env), why, as_tensor, reads_ids=reads_ids)
-        actor = _undecided(parts, whole, acts)
-    drawn = _random_policy(parts)
-    return actor, TensorActor(drawn) if isinstance(drawn, ArrayPolicy) else on_tensors(drawn)
-
-
-def _actor_elsewhere(parts: PathParts, env: OwnTensors) -> tuple[Actor, Actor]:
-    """The same where a device other than the CPU computes: the policy is called, compiled and captured as a whole."""
-    random, options = TensorActor(EnvActions(parts.env)), parts.options
-    there, why = {*env.entries, *env.flags, *env.root_flags}, "torch compiles it as a whole"
-    if not (options.compile_policy or options.cudagraph_policy):
-        against: dict[str, str] = {}
-        taken_apart = _tried(
-            against, "policy", lambda: _flat_of(parts, parts.acting.call, there, tuple(env.batch), there, env.device)
-        )
-        if isinstance(taken_apart, TensorPolicy) and not taken_apart.kept:
-            return TensorActor(taken_apart), random
-        why = against.get("policy", "it keeps states of its own")
-    call, fresh = accelerate(parts.acting.call, options)
-    whole = _called_whole(parts, call, dict.fromkeys(there), _nests(env), why, as_tensor, fresh=fresh, compiles=False)
-    return whole, random
-
-
-def _nests(env: OwnTensors) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(size[len(env.batch) :]) for name, size in env.nests.items()}
-
-
-def _flat(parts: PathParts, arrays: ArrayEnv, policy: Any) -> ArrayPolicy:
-    if parts.options.cudagraph_policy:
-        raise NotNative("cudagraph_policy")
-    there = {*arrays.carried, *arrays.root_flags}
-    return _flat_of(parts, policy, there.difference(objects_of(arrays.entries)), arrays.batch, there)
-
-
-def _flat_of(
-    parts: PathParts,
-    policy: Any,
-    available: set[NestedKey],
-    batch: tuple[int, ...],
-    there: set[NestedKey],
-    device: torch.device | None = None,
-) -> ArrayPolicy:
-    """The policy on arrays, where it writes the actions, and nothing that is ``there`` before."""
-    kind = parts.options.exploration_type
-    flat = array_policy(policy, exploration_type=kind, batch_shape=batch, available=available, device=device)
-    written = {unravel(key) for key in flat.out_keys}
-    missing = [key for key in parts.env.action_keys if key not in written]
-    if missing:
-        raise NotNative(f"it writes no {key_str(missing)}")
-    clash = [key for key in written if key in there or not _lands(key, there)]
-    if clash:
-        raise NotNative(f"it writes {key_str(clash)}, beside what the environment has")
-    return flat
-
-
-def _lands(key: NestedKey, available: set[NestedKey]) -> bool:
-    """Whether an entry below ``"next"`` is one that the environment's root has as well; others lie at the root."""
-    path = as_tuple(key)
-    return path[0] != "next" or unravel(path[1:]) in available
-
-
-def _random(parts: PathParts, arrays: ArrayEnv) -> ArrayPolicy:
-    """Random actions, as the environment would draw them."""
-    drawn = _random_policy(parts)
-    return drawn if isinstance(drawn, ArrayPolicy) else _flat(parts, arrays, drawn)
-
-
-def _random_policy(parts: PathParts) -> ArrayPolicy | RandomPolicy:
-    """What draws actions as the environment would.
-
-    Raises:
-        NotNative: the environment has a way of its own.
-    """
-    env: EnvBase = parts.env
-    passing = (TransformedEnv.rand_action, RecreatedEnv.rand_action)
-    while isinstance(env, TransformedEnv | RecreatedEnv) and type(env).rand_action in passing:
-        env = env.base_env
-    if type(env).rand_action is TorchRLWrapper.rand_action and env.full_action_spec == parts.env.full_action_spec:
-        return EnvActions(parts.env)
-    if type(env).rand_action is not EnvBase.rand_action:
-        raise NotNative(f"{type(env).__name__} overrides rand_action")
-    return RandomPolicy(parts.env.full_action_spec)

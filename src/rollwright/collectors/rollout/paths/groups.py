@@ -13,8 +13,8 @@ from tensordict import TensorDictBase
 from rollwright._keys import NestedKey
 from rollwright.collectors.core import Actor, UnfitOutputs
 from rollwright.collectors.rollout.paths.arrays import ArrayPath, no_tensors, reset_rows
-from rollwright.collectors.rollout.paths.layout import Form, difference, unfit
 from rollwright.collectors.rollout.paths.parts import PathParts
+from rollwright.collectors.rollout.paths.recording import Form, difference, unfit
 from rollwright.data.specs.discrete import choices
 from rollwright.envs.arrays import ArrayEnv, Values
 from rollwright.errors import EnvError, NotNative, PolicyError

@@ -12,10 +12,9 @@ from tensordict import TensorDictBase
 from rollwright._memory import MemoryPool
 from rollwright.collectors.core import TrajectoryIds
 from rollwright.collectors.options import CollectorOptions
-from rollwright.collectors.rollout.devices import Devices, Syncs
 from rollwright.collectors.rollout.paths.conversations.cursor import ConversationCursor
 from rollwright.collectors.rollout.paths.conversations.rows import ConversationRows
-from rollwright.collectors.rollout.policy import ActingPolicy
+from rollwright.collectors.rollout.policy import ActingPolicy, Devices, Syncs
 from rollwright.collectors.rollout.stats import StageTimer
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.envs.base import EnvBase

@@ -16,9 +16,8 @@ from rollwright.collectors.rollout.paths.actors import OnEntries
 from rollwright.collectors.rollout.paths.conversations.rows import ConversationRows, acted_on_others, blanked
 from rollwright.collectors.rollout.paths.parts import PathParts, Taken
 from rollwright.collectors.rollout.paths.recording import Recorder
-from rollwright.collectors.rollout.paths.stages import IDS
-from rollwright.collectors.rollout.policy_trial import action_forms
-from rollwright.collectors.rollout.trajectory_ids import replace_ended
+from rollwright.collectors.rollout.paths.stages import IDS, action_forms
+from rollwright.collectors.rollout.state import replace_ended
 from rollwright.data.compact import BoundaryKeeper
 from rollwright.data.layout import end_of_trajectory
 from rollwright.modules.signature import Call

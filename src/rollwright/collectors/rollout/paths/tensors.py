@@ -15,12 +15,9 @@ from rollwright._keys import NestedKey, as_tuple, is_private, key_str, leaf_keys
 from rollwright.collectors.core import Actor, Path, UnfitOutputs
 from rollwright.collectors.rollout.paths import stages
 from rollwright.collectors.rollout.paths.actors import CastActor, as_tensor
-from rollwright.collectors.rollout.paths.layout import below_next, difference, unfit
-from rollwright.collectors.rollout.paths.outputs import entries_or_rows, write_outputs
 from rollwright.collectors.rollout.paths.parts import PathParts, Taken
-from rollwright.collectors.rollout.paths.recording import BatchMemory, FrameField
-from rollwright.collectors.rollout.paths.stages import IDS, VERSION
-from rollwright.collectors.rollout.policy_trial import action_forms
+from rollwright.collectors.rollout.paths.recording import BatchMemory, FrameField, below_next, difference, unfit
+from rollwright.collectors.rollout.paths.stages import IDS, VERSION, action_forms, entries_or_rows, write_outputs
 from rollwright.data.entries import unchecked_td
 from rollwright.envs.arrays import UnfitOutcome
 from rollwright.envs.own_tensors import OwnTensors, Tensors

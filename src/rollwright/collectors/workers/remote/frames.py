@@ -9,7 +9,7 @@ import torch
 
 from rollwright._memory import Segment
 from rollwright._processes.connection import ExceptionInfo
-from rollwright._processes.network.line import CarrierOffer, Line, Pieces
+from rollwright._processes.network.line import Line, Pieces
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.memory import BlockLayout
 
@@ -26,7 +26,6 @@ class Begin(NamedTuple):
         silence_s: after which the collector counts as gone, when its machine does not answer either.
         num_threads: that torch uses in each worker; None: the cores of the machine, shared out.
         import_paths: where modules are looked for, after the group's own.
-        carrier: what the group needs to move large pieces beside the line; None: all go by the line.
     """
 
     num_workers: int
@@ -35,7 +34,6 @@ class Begin(NamedTuple):
     silence_s: float
     num_threads: int | None
     import_paths: tuple[str, ...]
-    carrier: CarrierOffer | None = None
 
 
 class Launch(NamedTuple):

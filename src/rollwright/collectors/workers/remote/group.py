@@ -23,7 +23,7 @@ from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.connection import ExceptionInfo, ExitReason
 from rollwright._processes.network.handshake import RefusedForNow, connect_to
-from rollwright._processes.network.line import CarrierFailed, Line, MessageForged
+from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.counters import Count, WorkerCounters
@@ -145,7 +145,7 @@ class RemoteGroup:
                 if not self._holding.left_s():
                     self._holding.pushed()
                     self._line.push()
-        except (ChannelClosed, CarrierFailed, MessageForged) as error:
+        except (ChannelClosed, MessageForged) as error:
             if not isinstance(error, ChannelClosed):
                 with contextlib.suppress(ChannelClosed):
                     self._line.send_alone(ExceptionInfo.of(error))
@@ -304,8 +304,6 @@ def serve_collector(line: Line) -> None:
         else:
             ends.give_up_after(frame.silence_s)
             sys.path.extend(path for path in frame.import_paths if path not in sys.path)
-            if frame.carrier is not None:
-                line.use(frame.carrier.open(line.hosts))
             group.append(RemoteGroup(ends, frame))
 
     try:

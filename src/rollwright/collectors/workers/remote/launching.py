@@ -1,19 +1,17 @@
-"""Options of backends that start groups as processes, jobs or ranks, and their launchers."""
+"""Backends "tcp", "distributed", "rpc" and "submitit": groups as processes, jobs or ranks, which join over sockets."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import os
 import secrets
 import shutil
 import socket
-import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from rollwright._options import Check, whole
 from rollwright._processes.network.handshake import SECRET, checked_address, checked_secret, secret_of
-from rollwright._processes.network.line import Carriers
 from rollwright.collectors.workers.remote.group import join
 from rollwright.collectors.workers.remote.transport import (
     GoneHost,
@@ -36,50 +33,6 @@ from rollwright.errors import require
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions
-
-_SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
-
-
-def check_interface(name: str, value: object) -> object:
-    """Check the name of a network interface of this machine.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    there = [interface for _, interface in socket.if_nameindex()]
-    if value not in there:
-        raise ValueError(
-            f"{name}: expected a network interface, of which this machine has {', '.join(there)}; got {value!r}. Leave "
-            "it out for the one that the collector is reached by."
-        )
-    return value
-
-
-def listening_store(host: str) -> tuple[Any, int]:
-    """A store of torch.distributed that listens at an address of this machine alone; and its port."""
-    listening = socket.create_server((host, 0))
-    port = int(listening.getsockname()[1])
-    # It listens at all addresses of the machine unless it is handed a socket, which it closes.
-    return dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()), port
-
-
-def interface_of(address: str) -> str | None:
-    """The interface that has an address; None: not known.
-
-    Example:
-        >>> interface_of("127.0.0.1")
-        'lo'
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(end.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return None
-
 
 dist: Any = importlib.import_module("torch.distributed")  # which names few of its classes as public
 
@@ -327,35 +280,35 @@ def _checked_port(name: str, value: object) -> object:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOptions(RemoteOptions):
-    """Options of backends that start groups as processes, jobs or ranks, besides those of :class:`RemoteOptions`.
+class Options(RemoteOptions):
+    """Options of backends whose groups are processes, jobs or ranks, besides those of :class:`RemoteOptions`.
 
     Attributes:
         launcher: ``"mp"``: remote groups are processes of this machine; ``"submitit"``: jobs of Slurm, or of submitit's
             executor for one machine; ``"torchrun"``: the other ranks of this program; ``"join"``: somebody starts each,
-            by ``rollwright join HOST:PORT``.
+            on any machine, by ``rollwright join HOST:PORT``.
         address: where the collector listens, ``"HOST:PORT"``, port 0: any that is free; None: at this machine's
-            loopback address where all groups are on it, otherwise at the address of its name.
+            loopback address where all groups are on it, otherwise at the address of its name. Groups on other machines
+            need an address that they reach, such as ``"0.0.0.0:29400"`` for all of this machine's.
         port: where it listens, if ``address`` is not given; 0: any that is free.
         secret: that whoever joins has to know; None: the environment variable ``ROLLWRIGHT_SECRET``, or, with launchers
-            ``"mp"`` and ``"submitit"``, one that is made up.
-        interface: network interface for what does not go by the control connection, on every machine, such as
-            ``"eth0"``; None: that by which the collector is reached.
-        min_bytes: entries of a batch, and weights, of fewer bytes are sent over the control connection, which is
-            quicker for them.
+            ``"mp"`` and ``"submitit"``, one that is made up. What is sent after the proof is authenticated, not
+            encrypted.
         submitit_kwargs: arguments of ``submitit.AutoExecutor``: ``cluster`` (``"slurm"``, ``"local"``), ``folder`` for
             jobs and their output, which all machines see.
         slurm_kwargs: parameters of the jobs: ``slurm_partition``, ``gpus_per_node``, ``timeout_min`` and so on.
+        process_group_backend, tensorpipe_options: of torch.distributed, for programs that name them: nothing goes by
+            process groups or RPC, and groups can be replaced with all of these backends.
     """
 
     launcher: Literal["mp", "submitit", "torchrun", "join"] = "mp"
     address: Annotated[str | None, Check(checked_address)] = None
     port: Annotated[int, Check(_checked_port)] = 0
     secret: Annotated[str | None, Check(checked_secret)] = None
-    interface: Annotated[str | None, Check(check_interface)] = None
-    min_bytes: Annotated[int, whole(0)] = 1 << 15
     submitit_kwargs: Annotated[Mapping[str, Any] | None, Check(_keywords)] = None
     slurm_kwargs: Annotated[Mapping[str, Any] | None, Check(_keywords)] = None
+    process_group_backend: Literal["gloo", "nccl", "mpi"] = "gloo"
+    tensorpipe_options: Annotated[Mapping[str, Any] | None, Check(_keywords)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -373,22 +326,8 @@ class LaunchOptions(RemoteOptions):
             Torchrun.here()
 
 
-def launched_transport(
-    options: LaunchOptions,
-    own: WorkerOptions,
-    num_workers: int,
-    carriers: Callable[[tuple[str, int]], Carriers],
-    *,
-    limited: Callable[[Launcher], Launcher] = lambda launcher: launcher,
-) -> RemoteTransport:
+def transport(options: Options, own: WorkerOptions, num_workers: int) -> RemoteTransport:
     """Listen, and start groups as workers are asked for. On ranks of torchrun other than 0: run workers, and exit.
-
-    Args:
-        options: of the backend.
-        own: of the collector.
-        num_workers: of it.
-        carriers: see :class:`RemoteTransport`.
-        limited: takes the launcher; returns what is used in its place.
 
     Raises:
         OSError: the address cannot be listened at.
@@ -397,19 +336,17 @@ def launched_transport(
         SystemExit: this is a rank of torchrun other than 0, and the collector of rank 0 has ended.
     """
     secret = (secret_of(options.secret) or secrets.token_hex(32)).encode()
-    num_groups = -(-num_workers // options.num_workers_per_collector)
     if options.launcher == "torchrun":
         run = Torchrun.here()
-        _check_ranks(run, num_groups)
+        _check_ranks(run, -(-num_workers // options.num_workers_per_collector))
         if run.rank:
             serve_as_rank(run, secret, own.start_timeout)
             raise SystemExit(0)
     address = options.address or _own_address(options)
-    launcher = limited(_launcher(options))
-    return remote_transport(options, own, num_workers, launcher, secret=secret, address=address, carriers=carriers)
+    return remote_transport(options, own, num_workers, _launcher(options), secret=secret, address=address)
 
 
-def _launcher(options: LaunchOptions) -> Launcher:
+def _launcher(options: Options) -> Launcher:
     if options.launcher == "submitit":
         return SubmititLauncher(options.submitit_kwargs, options.slurm_kwargs)
     if options.launcher == "torchrun":
@@ -417,7 +354,7 @@ def _launcher(options: LaunchOptions) -> Launcher:
     return LocalLauncher() if options.launcher == "mp" else Manual()
 
 
-def _own_address(options: LaunchOptions) -> str:
+def _own_address(options: Options) -> str:
     """Where groups reach this machine."""
     if options.launcher == "torchrun":
         return f"{Torchrun.here().master}:{options.port}"

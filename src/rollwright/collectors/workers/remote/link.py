@@ -18,7 +18,7 @@ import torch
 
 from rollwright._processes.channel import ChannelClosed, dumps
 from rollwright._processes.connection import NOTHING, ExceptionInfo
-from rollwright._processes.network.line import CarrierFailed, Line, MessageForged, Pieces
+from rollwright._processes.network.line import Line, MessageForged, Pieces
 from rollwright._processes.network.sources import with_sources
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.counters import Count, WorkerCounters
@@ -244,7 +244,6 @@ class Link:
         index: of the group.
         host_timeout: seconds without a sign after which the group counts as lost.
         start_timeout: seconds for the group to be there.
-        if_lost: what is said in addition when it is lost, as a phrase; "": nothing.
 
     Attributes:
         name: of its machine, for messages.
@@ -253,9 +252,9 @@ class Link:
         lock: held by whoever reads or sends, which may be a thread of its own.
     """
 
-    def __init__(self, index: int, *, host_timeout: float, start_timeout: float, if_lost: str = "") -> None:
+    def __init__(self, index: int, *, host_timeout: float, start_timeout: float) -> None:
         self.index, self.name = index, "a host that has not joined"
-        self._host_timeout, self._start_timeout, self._if_lost = host_timeout, start_timeout, if_lost
+        self._host_timeout, self._start_timeout = host_timeout, start_timeout
         self._line: FrameLine | None = None
         self._waiting: list[tuple[Any, Pieces]] = []  # for the line
         self._workers: dict[int, RemoteWorker] = {}  # by serial number
@@ -315,7 +314,7 @@ class Link:
         """The group is gone, with all of its workers."""
         with self.lock:
             if self.lost is None:
-                self.lost = f"was lost: {self.name} {how}" + (f" ({self._if_lost})" if self._if_lost else "")
+                self.lost = f"was lost: {self.name} {how}"
                 self._failure = failure
                 for worker in self._workers.values():
                     worker.end(self.lost, failure)
@@ -388,8 +387,6 @@ class Link:
                 self.lose("has hung up")
             except MessageForged as error:
                 self.lose(f"cannot be trusted: {error}")
-            except CarrierFailed as error:
-                self.lose(f"has hung up, or its second connection has failed ({error})")
 
     def _place(self, frame: Any, sizes: Sequence[int]) -> list[memoryview]:
         self._heard = time.monotonic()

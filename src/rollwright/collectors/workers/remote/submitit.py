@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rollwright.collectors.workers.remote import distributed
+from rollwright.collectors.workers.remote import launching
 
-transport = distributed.transport
+transport = launching.transport
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(distributed.Options):
+class Options(launching.Options):
     """Options of ``backend="submitit"``: those of ``backend="distributed"`` with ``launcher="submitit"``."""
 
     launcher: Literal["submitit"] = "submitit"

@@ -21,7 +21,7 @@ from rollwright._processes.child import Child
 from rollwright._processes.connection import Connection, ExceptionInfo, end_all
 from rollwright._processes.forks import on_fork
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake, Listener, parse_address
-from rollwright._processes.network.line import BackgroundReader, Carriers
+from rollwright._processes.network.line import BackgroundReader
 from rollwright.collectors.workers.remote import frames
 from rollwright.collectors.workers.remote.group import join
 from rollwright.collectors.workers.remote.link import Link
@@ -147,7 +147,6 @@ class RemoteTransport(Transport):
         start_timeout: seconds for a group to join.
         step_timeout: of a worker's step: signs of life come often enough to see it; None: no limit.
         num_threads: of each worker; None: the cores of its machine, shared out.
-        carriers: make what moves large memory beside the lines, given the address; None: the lines do.
 
     Attributes:
         address: where it listens.
@@ -166,7 +165,6 @@ class RemoteTransport(Transport):
         start_timeout: float = 120.0,
         step_timeout: float | None = None,
         num_threads: int | None = None,
-        carriers: Callable[[tuple[str, int]], Carriers] | None = None,
     ) -> None:
         if len(secret) < _LEAST_SECRET:
             raise ValueError(
@@ -197,7 +195,6 @@ class RemoteTransport(Transport):
         on_fork(self)
         self.address = self._listener.address
         self._watch(self._listener.fileno(), self._listener.read)
-        self._carriers = None if carriers is None else carriers(self.address)
         self._reader = BackgroundReader(self._poll.fileno(), self._take_in, always=True)
 
     def reset_after_fork(self) -> None:
@@ -276,8 +273,7 @@ class RemoteTransport(Transport):
         """Have a group started."""
         if (before := self._hosts.pop(group, None)) is not None:
             self._former.append(before)
-        if_lost = getattr(self._launcher, "if_lost", "")
-        link = self._links[group] = Link(group, **self._timeouts, if_lost=if_lost)
+        link = self._links[group] = Link(group, **self._timeouts)
         host = self._launcher.launch(group, self.address, self._secret)
         if host is not None:
             self._hosts[group] = host
@@ -316,14 +312,10 @@ class RemoteTransport(Transport):
             except HandshakeRefused as error:
                 self._drop(greeting, str(error))
             return
-        line, begin = greeting.accept(), self._begin
+        line = greeting.accept()
         self._watch(line.fileno(), chosen.read)
         with contextlib.suppress(ChannelClosed, OSError):  # it has gone again, which the link finds out
-            if self._carriers is not None:
-                carrier, offer = self._carriers.open(chosen.index, line.hosts)
-                line.use(carrier)
-                begin = begin._replace(carrier=offer)
-            chosen.join(line, str(about.get("name")), begin)
+            chosen.join(line, str(about.get("name")), self._begin)
 
     def _forget(self, fd: int) -> None:
         greeting, _ = self._early.pop(fd)
@@ -352,8 +344,6 @@ class RemoteTransport(Transport):
             host.end(_END_S)
         self._hosts.clear()
         self._former.clear()
-        if self._carriers is not None:
-            self._carriers.close()
         self._poll.close()
         close_launcher(self._launcher)
 
@@ -366,7 +356,6 @@ def remote_transport(
     *,
     secret: bytes,
     address: str,
-    carriers: Callable[[tuple[str, int]], Carriers] | None = None,
     advice: str = "",
 ) -> RemoteTransport:
     """Listen, and start groups as workers are asked for.
@@ -378,7 +367,6 @@ def remote_transport(
         launcher: starts the groups; closed with the transport.
         secret: that whoever joins must know.
         address: ``"HOST:PORT"`` to listen at.
-        carriers: see :class:`RemoteTransport`.
         advice: what to do where it cannot be listened at.
 
     Raises:
@@ -395,7 +383,6 @@ def remote_transport(
             start_timeout=own.start_timeout,
             step_timeout=own.env_step_timeout,
             num_threads=own.num_sub_threads,
-            carriers=carriers,
         )
     except BaseException as error:
         close_launcher(launcher)

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from tests.collectors.workers.envs import DONE, IDS, STEP, VERSION, gain, makers
 
 from rollwright import collectors
 from rollwright.collectors import RPCCollector
-from rollwright.collectors.workers.remote import rpc
-from rollwright.errors import WorkerError
 from rollwright.weight_update import RPCWeightSyncScheme, WeightSyncScheme
-
-
-@pytest.fixture(autouse=True)
-def noticed(monkeypatch):
-    """The notice about RPC was shown before."""
-    monkeypatch.setattr(rpc, "_has_warned", True)
 
 
 @pytest.fixture
@@ -70,7 +61,6 @@ WRONG = {
         ValueError,
         "visible_devices: got it as 'devices'",
     ),
-    "device": ({"visible_devices": ["moon"]}, ValueError, "tensorpipe_options: .*moon"),
     "name": ({"update_at_each_batch": True}, TypeError, "called update_after_each_batch"),
     "launcher": ({"launcher": "slurm"}, ValueError, "launcher: expected 'mp' or 'submitit'"),
 }
@@ -81,17 +71,3 @@ def test_wrong_arguments_are_refused(make, wrong):
     options, error, message = WRONG[wrong]
     with pytest.raises(error, match=message):
         make(makers(2), gain(), **options)
-
-
-def test_device_maps_of_a_device_that_is_not_there_are_an_error(make):
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    options = {"device_maps": {"group-0": {"cuda:0": "cuda:0"}}}
-
-    def collect():
-        collector = make(makers(1), gain(), sync=True, tensorpipe_options=options, start_timeout=20)
-        while True:
-            collector.next()
-
-    with pytest.raises(WorkerError, match=r"rpc: the members could not be connected: .* device map for group-0"):
-        collect()

@@ -25,8 +25,7 @@ from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.group import WorkerGroup
 from rollwright.collectors.workers.handles import WorkerHandle
 from rollwright.collectors.workers.memory import Block, BlockStore, unpack
-from rollwright.collectors.workers.schedules.joining import Result, batch_of, restored
-from rollwright.collectors.workers.schedules.strategies import PendingRollouts, Staleness, Strategy
+from rollwright.collectors.workers.strategies import PendingRollouts, Result, Staleness, Strategy, batch_of, restored
 from rollwright.data.transcript import ReceivedTranscripts
 from rollwright.errors import WorkerError
 

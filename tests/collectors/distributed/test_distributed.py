@@ -112,7 +112,7 @@ WRONG = {
         ValueError,
         "max_frames_per_traj: got 6, and something else in collector_kwargs",
     ),
-    "backend": ({"backend": "mpi"}, ValueError, "process_group_backend='mpi'"),
+    "backend": ({"backend": "ucc"}, ValueError, "process_group_backend: expected 'gloo' or 'nccl' or 'mpi', got 'ucc'"),
     "port": ({"tcp_port": 70000}, ValueError, "port: expected a port from 0 to 65535"),
     "both": ({"tcp_port": 7, "backend_options": {"address": "127.0.0.1:0"}}, ValueError, "port=7: address="),
     "groups": ({"num_collectors": 3}, ValueError, "create_env_fn: expected one function for each of the 3"),

@@ -1,1 +1,0 @@
-"""Collectors whose workers run on a cluster, under the names that the field knows."""

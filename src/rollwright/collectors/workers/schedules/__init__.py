@@ -1,1 +1,0 @@
-"""Schedules: when workers collect, and in which order their batches are delivered."""
