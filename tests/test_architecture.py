@@ -47,7 +47,7 @@ BUDGETS = {
     "_memory": (290, 290),
     "_processes": (1480, 1535),
     "_processes/network": (945, 880),
-    "cli": (2580, 2170),
+    "cli": (2702, 2254),
     "collectors": (2385, 2090),
     "collectors/distributed": (265, 185),
     "collectors/delivery": (2040, 2000),

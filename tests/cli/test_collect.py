@@ -332,3 +332,12 @@ def test_dataset_is_a_plain_memory_mapped_tensordict(run, tmp_path):
     frames = TensorDict.load_memmap(tmp_path / "out" / "frames")
     assert frames.batch_size == (2, 25)
     assert Path(frames["next", "reward"].filename).parts[-2:] == ("next", "reward.memmap")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--workers", 2)])
+def test_prints_json_and_nothing_else(run, tmp_path, arguments):
+    result = run("collect", "CartPole-v1", "--frames", 40, "--output", tmp_path / "data", "--json", *arguments)
+    assert (result.status, result.err) == (0, "")
+    found = json.loads(result.out)
+    assert (found["path"], found["frames"], found["error"]) == (str(tmp_path / "data"), 40, None)
+    assert found["seconds"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from html.parser import HTMLParser
 
@@ -118,3 +119,9 @@ def test_a_misspelt_command_is_answered_with_the_most_similar_one(run):
     result = run("inspct", "here")
     assert result.status == 2
     assert "Did you mean 'inspect'?" in result.err
+
+
+def test_prints_json(run, tmp_path):
+    result = run("watch", "CartPole-v1", "--output", tmp_path / "run.gif", "--max-frames", 5, "--json")
+    assert json.loads(result.out)["output"] == str(tmp_path / "run.gif")
+    assert 0 < json.loads(result.out)["frames"] <= 5

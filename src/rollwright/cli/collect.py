@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import re
 import time
@@ -32,7 +33,7 @@ _MOST_FRAMES_PER_BATCH = 500  # of a process: small enough to see progress, larg
 
 def run(arguments: argparse.Namespace) -> int:
     """Collect as the arguments specify; returns the exit status."""
-    console = Console(arguments.quiet)
+    console = Console(arguments.quiet or arguments.json)
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(2**31)
     if arguments.sync is not None and not arguments.workers:
@@ -48,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         if export is not None:
             export.check(env, categorical=arguments.categorical_actions)
         interrupts = SignalInterrupts()
+        if arguments.workers:
+            console.line(f"starting {count(arguments.workers, 'worker')}")
         collector = _make_collector(arguments, env, interrupts)
         stack.enter_context(interrupts)
         stack.callback(_shut_down, collector, interrupts)
@@ -66,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         seconds, error = _collect(collector, writer, size, interrupts, console)
         saved = _outcome(writer, size.frames, None if export is not None else folder)
         status = _report(saved, seconds, error, interrupts, console)
+        counts = describe_dataset(writer.path) if writer.frames else {"frames": 0}
         if writer.left_out:
             console.line(f"note: left out, since they are no tensors: {key_str(writer.left_out)}")
         if export is not None and writer.frames:
@@ -73,6 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
                 export.run(env, arguments, console, lambda: interrupts.hurried)
         elif writer.frames:
             console.line(f"look at it: rollwright inspect {folder}")
+        if arguments.json:
+            target = {"path": str(folder)} if export is None else {"dataset_id": export.dataset_id}
+            print(json.dumps({**target, **counts, "seconds": seconds, "error": error and brief(error)}, indent=2))
         if error is not None and arguments.debug:
             raise error
         ended.append(status)

@@ -15,6 +15,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         address = parse_address("HOST:PORT", arguments.address)
         secret = _secret(arguments)
+        wait = f"{arguments.timeout} s at most"
+        print(f"waiting for the collector at {arguments.address}, {wait}; Ctrl-C ends it", file=sys.stderr, flush=True)
         join(address, secret, name=arguments.name, timeout_s=arguments.timeout)
     except (ValueError, OSError) as error:
         raise Failure(str(error)) from error

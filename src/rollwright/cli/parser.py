@@ -14,14 +14,14 @@ import rollwright
 _COLLECT = """\
 Collect frames from a gymnasium environment into a dataset.
 
-The dataset is a memory-mapped TensorDict [environments, time] with a description in dataset.json;
-rollwright.data.datasets.load_dataset(DIR) reads it. Ctrl-C ends the collection after the current step
+The dataset is a memory-mapped TensorDict [environments, time] with a description in dataset.json.
+Load it with rollwright.data.datasets.load_dataset(DIR). Ctrl-C ends the collection after the current step
 and keeps what was collected.
 
 With --workers N, N processes collect, each in --num-envs environments of its own. With --sync (the
 default), the dataset has a row for each environment, all of one length, and depends on the seed alone.
 With --async, no worker waits for another: the dataset is one row of complete episodes, in the order in
-which they ended. Ctrl-C ends the collection after the current batch.
+which they end. Ctrl-C ends the collection after the current batch.
 """
 
 _POLICIES = """\
@@ -34,7 +34,7 @@ policies:
                     environment ("observation"); its outputs are "action", "output1", "output2", ...
                     It is called with the batch of environments in front: export it with a dynamic
                     first dimension. Discrete actions are one-hot unless --categorical-actions.
-                    It is run as a program is, and may run any code: name files that you trust.
+                    It can run any code: name files that you trust.
 
 example:
   rollwright collect CartPole-v1 --frames 20000 --num-envs 8 --seed 0 --output runs/cartpole
@@ -44,21 +44,22 @@ example:
 _INSPECT = """\
 Show what a dataset or a saved replay buffer holds: entries, episodes, lengths and returns.
 
---check reads all frames and tests, as far as the entries are there:
+--check reads all frames and tests the entries that are there:
   next.done is next.terminated | next.truncated
-  a trajectory id ends after a done frame, and is used nowhere else
-  what is below next is what the frame that follows in the trajectory has at its root
-  is_init marks first steps and no others; step_count begins at 0 and leaves out no number
+  a trajectory id ends after a done frame, and is not used again
+  "next" holds what the following frame of the trajectory has at its root
+  is_init marks the first step of each trajectory, and no other
+  step_count begins at 0 and goes up by 1
 """
 
 _CHAT_COLLECT = """\
 Collect conversations of a language model about prompts, into a folder.
 
-Each conversation is written as it happens, and what was written survives a kill: the same command goes on where it was,
-and collects each prompt once. Ctrl-C ends the collection after the next conversation; a second one ends it at once.
+Each conversation is written as it happens. If the run is interrupted or killed, the same command continues it, and
+collects each prompt once. Ctrl-C ends the collection after the next conversation; a second Ctrl-C ends it at once.
 
-rollwright inspect DIR shows the conversations, with what the model wrote in colour; rollwright.data.llm.Trace reads
-them.
+rollwright inspect DIR shows the conversations, with the text of the model in colour. Load them with
+rollwright.data.llm.Trace.
 """
 
 _CHAT_EXAMPLE = """\
@@ -66,7 +67,7 @@ engines:
   transformers      the model runs in this process, or in each worker (the default)
   vllm              vLLM runs it; needs vLLM
   http://HOST:PORT  a server of vLLM (vllm serve) runs it
-  MODULE:FACTORY    a function without arguments that returns the policy, such as a TransformersWrapper
+  MODULE:FACTORY    a function that takes no arguments and returns the policy, such as a TransformersWrapper
 
 example:
   rollwright chat-collect --model models/tiny --data prompts.jsonl --reward rewards:right --output runs/first
@@ -74,27 +75,28 @@ example:
 """
 
 _CHAT_CHECK = """\
-Run an environment of conversations against a scripted model, and say what is wrong.
+Run an environment of conversations against a scripted model, and report what is wrong.
 
-ENV is MODULE:NAME: a class that is made from a row and has a method reply, or a function that makes a ChatEnv or an
-LLMEnv. It is run with answers that a model could write: none at all, long ones, control tokens, tool calls. Checked are
-what it returns, that it ends, that two conversations do not share anything, that it can be saved and sent to a worker,
-and how long it takes. The status is 1 where something is wrong; what is unusual and may be meant is a note.
+ENV is MODULE:NAME: a class whose constructor takes a row and that has a method reply, or a function that returns a
+ChatEnv or an LLMEnv. The scripted model answers as a model can: not at all, at length, with control tokens, with tool
+calls. The command checks what the environment returns, that it ends, that conversations do not share data, that it can
+be saved and sent to a worker, and how long it takes. The exit status is 1 if something is wrong. Unusual behavior that
+you may intend is a note.
 """
 
 _BENCH = """\
-Measure a collector beside a loop written by hand, on this machine, for an environment.
+Compare the speed of a collector with that of a loop written by hand, for an environment, on this machine.
 
-Both step the same environment with the same small policy (two layers of 64; categorical or normal actions) on one
-thread, and store the same entries. They take turns, and the table has medians; what is in brackets are quartiles.
+Both step the same environment with the same small policy (two layers of 64 units) on one thread, and store the same
+entries. They take turns. The table shows medians, with quartiles in brackets.
 """
 
 
 _WATCH = """\
-Show an environment with a policy, or the images of a dataset.
+Show a policy in an environment, or the images of a dataset.
 
-With --output, a video is written. Without it, the environment draws into a window, where there is a display. Policies
-act without exploring.
+With --output, the command writes a video. Without it, the environment opens a window, which needs a display. The policy
+does not explore.
 """
 
 _WATCH_EXAMPLE = """\
@@ -119,11 +121,23 @@ example:
 """
 
 _JOIN = """\
-Run workers of a collector that is elsewhere, until it ends.
+Run workers for a collector on another machine, until the collector ends.
 
-The collector was made with backend="tcp", backend_options={"launcher": "join", "address": "HOST:PORT"}. Both sides know
-a secret: the environment variable ROLLWRIGHT_SECRET. They need the same versions of Python, torch, tensordict and
-rollwright, and this machine what the environment and the policy import.
+Make the collector with backend="tcp", backend_options={"launcher": "join", "address": "HOST:PORT"}. Set the environment
+variable ROLLWRIGHT_SECRET to the same secret on both machines. Both need the same versions of Python, torch, tensordict
+and rollwright, and the packages that your environment and your policy import.
+"""
+
+
+_COMPLETION = """\
+Print a script that lets your shell complete commands and options.
+
+bash: add this line to ~/.bashrc
+  eval "$(rollwright completion bash)"
+zsh: add this line to ~/.zshrc
+  eval "$(rollwright completion zsh)"
+fish:
+  rollwright completion fish > ~/.config/fish/completions/rollwright.fish
 """
 
 
@@ -146,18 +160,12 @@ def build_parser() -> argparse.ArgumentParser:
         >>> build_parser().parse_args(["collect", "CartPole-v1", "--frames", "2e4"]).frames
         20000
     """
-    parser = _Parser(prog="rollwright", description="Collects experience for reinforcement learning.")
+    parser = _Parser(prog="rollwright", description="Collect experience for reinforcement learning.")
     parser.add_argument("--version", action="version", version=f"rollwright {rollwright.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for add in (
-        _add_collect,
-        _add_inspect,
-        _add_watch,
-        _add_top,
-        _add_bench,
-        _add_join,
-        _add_chat_collect,
-        _add_chat_check,
+        *(_add_collect, _add_inspect, _add_watch, _add_top, _add_bench, _add_join, _add_chat_collect),
+        *(_add_chat_check, _add_completion),
     ):
         add(commands)
     return parser
@@ -166,7 +174,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _command(commands: Any, name: str, about: str, description: str, epilog: str | None = None) -> Any:
     options = {"description": description, "epilog": epilog, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = commands.add_parser(name, help=about, **options)
-    parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
@@ -176,7 +184,7 @@ def _add_collect(commands: Any) -> None:
     )
     add = parser.add_argument
     add("env_id", metavar="ENV_ID", help="id of the environment, such as CartPole-v1")
-    add("--frames", type=_count, default=10_000, metavar="N", help="frames to collect in all (default 10000)")
+    add("--frames", type=_count, default=10_000, metavar="N", help="number of frames to collect (default 10000)")
     add(
         "--frames-per-batch",
         type=_count,
@@ -186,12 +194,19 @@ def _add_collect(commands: Any) -> None:
     add("--num-envs", type=_count, default=1, metavar="N", help="environments stepped together (default 1)")
     add("--workers", type=_count, metavar="N", help="collect in N processes (default: in this one)")
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--sync", action="store_true", default=None, help="workers: in step (the default)")
-    either.add_argument("--async", action="store_false", dest="sync", help="workers: each by itself, whole episodes")
+    either.add_argument(
+        "--sync",
+        action="store_true",
+        default=None,
+        help="with workers: all take the same number of steps (the default)",
+    )
+    either.add_argument(
+        "--async", action="store_false", dest="sync", help="with workers: none waits for another; complete episodes"
+    )
     add("--policy", default="random", metavar="POLICY", help="random, MODULE:FACTORY or FILE.pt2, see below")
-    add("--seed", type=_seed, metavar="S", help="of environments and policy (default: drawn, and written down)")
+    add("--seed", type=_seed, metavar="S", help="seed of environments and policy (default: random; it is saved)")
     add("--output", type=Path, metavar="DIR", help="folder of the dataset (default: rollwright-data/ENV_ID)")
-    add("--format", choices=["tensordict", "minari"], default="tensordict", help="(default tensordict)")
+    add("--format", choices=["tensordict", "minari"], default="tensordict", help="of the dataset (default tensordict)")
     add(
         "--dataset-id",
         metavar="ID",
@@ -200,9 +215,10 @@ def _add_collect(commands: Any) -> None:
     add("--max-frames-per-traj", type=_count, metavar="N", help="truncate trajectories after N frames")
     add("--env-kwargs", type=_json_object, default={}, metavar="JSON", help="arguments for the environment")
     add("--categorical-actions", action="store_true", help="discrete actions as integers, not one-hot")
-    add("--device", metavar="DEVICE", help="where environment data and policy live, such as cuda")
-    add("--overwrite", action="store_true", help="replace a dataset that is there")
+    add("--device", metavar="DEVICE", help="device of the data and the policy, such as cuda")
+    add("--overwrite", action="store_true", help="replace an existing dataset")
     add("--quiet", action="store_true", help="print errors only")
+    add("--json", action="store_true", help="print JSON at the end, and nothing else")
 
 
 def _add_inspect(commands: Any) -> None:
@@ -215,86 +231,105 @@ def _add_inspect(commands: Any) -> None:
         "conversations",
     )
     parser.add_argument(
-        "--check", action="store_true", help="test every frame; the status is 1 where something is wrong"
+        "--check", action="store_true", help="test every frame; the exit status is 1 if something is wrong"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw returns and lengths into a picture")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page that shows it, which needs nothing else"
-    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot returns and lengths")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a web page that shows it, in one file")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--allow-pickle", action="store_true", help="load pickled objects, which can run any code: if you trust PATH"
+        "--allow-pickle",
+        action="store_true",
+        help="load pickled objects. They can run any code: use it only if you trust PATH",
     )
 
     parser.add_argument(
-        "--conversations", type=_count, default=3, metavar="N", help="of a trace: how many to show (default 3)"
+        "--conversations",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="number of conversations of a trace to show (default 3)",
     )
-    parser.add_argument("--prompt", type=int, metavar="N", help="of a trace: show those from this prompt of the data")
+    parser.add_argument(
+        "--prompt", type=int, metavar="N", help="show the conversations of a trace about prompt N of the data"
+    )
 
 
 def _add_chat_collect(commands: Any) -> None:
     about = "collect conversations of a language model into a folder"
     add = _command(commands, "chat-collect", about, _CHAT_COLLECT, _CHAT_EXAMPLE).add_argument
     add("--model", metavar="DIR", help="folder or name of a model of transformers")
-    add("--data", type=Path, required=True, metavar="FILE", help="prompts: a file with a JSON object a line")
+    add("--data", type=Path, required=True, metavar="FILE", help="prompts: a file with one JSON object per line")
     add("--reward", action="append", default=[], metavar="MODULE:FUNCTION", help="a reward function; may be repeated")
     add("--output", type=Path, required=True, metavar="DIR", help="folder of the conversations")
     add("--engine", default="transformers", metavar="ENGINE", help="what runs the model, see below")
-    add("--env", metavar="MODULE:CLASS", help="an environment that replies; it is made from a row")
+    add("--env", metavar="MODULE:CLASS", help="an environment that replies, made from a row")
     add("--tool", action="append", default=[], metavar="MODULE:FUNCTION", help="a tool; may be repeated")
-    add("--max-turns", type=_count, metavar="N", help="answers in a conversation at most")
+    add("--max-turns", type=_count, metavar="N", help="most answers in a conversation")
     add("--repeats", type=_count, default=1, metavar="N", help="conversations about each prompt (default 1)")
     add("--batch", type=_count, default=8, metavar="N", help="conversations side by side (default 8)")
     add("--workers", type=_count, metavar="N", help="collect in N processes (default: in this one)")
-    add("--max-new-tokens", type=_count, default=256, metavar="N", help="tokens of an answer at most (default 256)")
-    add("--temperature", type=float, default=1.0, metavar="T", help="of sampling (default 1.0; 0: the most probable)")
-    add("--system-prompt", metavar="TEXT", help="content of a first message")
-    add("--text", action="store_true", help="prompts are read as they are, without the chat template")
+    add("--max-new-tokens", type=_count, default=256, metavar="N", help="most tokens in an answer (default 256)")
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="of sampling (default 1.0; 0: always the most probable token)",
+    )
+    add("--system-prompt", metavar="TEXT", help="content of a system message that comes first")
+    add("--text", action="store_true", help="use prompts as they are, without the chat template")
     add("--data-key", metavar="NAME", help="column of the prompt (default: query, prompt, messages or text)")
-    add("--seed", type=_seed, metavar="S", help="of order and samples (default: drawn, and written down)")
+    add("--seed", type=_seed, metavar="S", help="seed of order and sampling (default: random; it is saved)")
     add(
         "--on-error",
         choices=["drop", "raise"],
         default="drop",
-        help="a tool, a reward or an environment raises: leave the conversation out (the default), or end the run",
+        help="when a tool, a reward or an environment raises: drop the conversation (the default), or end the run",
     )
     add("--quiet", action="store_true", help="print errors only")
+    add("--json", action="store_true", help="print JSON at the end, and nothing else")
 
 
 def _add_chat_check(commands: Any) -> None:
     about = "run an environment of conversations against a scripted model"
     add = _command(commands, "chat-check", about, _CHAT_CHECK).add_argument
     add("env", metavar="ENV", help="MODULE:NAME of the environment")
-    add("--data", type=Path, metavar="FILE", help="rows: a file with a JSON object a line (default: one row, a query)")
-    add("--answers", type=Path, metavar="FILE", help="a file with an answer of the model a line, as JSON strings")
-    add("--max-turns", type=_count, default=20, metavar="N", help="answers in a conversation at most (default 20)")
+    add("--data", type=Path, metavar="FILE", help="rows: a file with one JSON object per line (default: one query)")
+    add("--answers", type=Path, metavar="FILE", help="answers of the model: a file with one JSON string per line")
+    add("--max-turns", type=_count, default=20, metavar="N", help="most answers in a conversation (default 20)")
     add("--json", action="store_true", help="print JSON")
 
 
 def _add_bench(commands: Any) -> None:
-    add = _command(commands, "bench", "measure a collector beside a loop written by hand", _BENCH).add_argument
+    add = _command(
+        commands, "bench", "compare the speed of a collector with a loop written by hand", _BENCH
+    ).add_argument
     add("env_id", metavar="ENV_ID", nargs="?", default="CartPole-v1", help="environment (default CartPole-v1)")
     add("--num-envs", type=_count, default=1, metavar="N", help="environments stepped together (default 1)")
-    add("--frames", type=_count, default=20_000, metavar="N", help="frames of each way (default 20000)")
+    add("--frames", type=_count, default=20_000, metavar="N", help="frames to collect with each (default 20000)")
     add("--env-kwargs", type=_json_object, default={}, metavar="JSON", help="arguments for the environment")
-    add("--compile", action="store_true", help="measure a collector with compile_policy=True, too")
+    add("--compile", action="store_true", help="also measure a collector with compile_policy=True")
     add("--json", action="store_true", help="print JSON")
 
 
 def _add_watch(commands: Any) -> None:
-    about = "show an environment or a dataset, in a window or as a video"
+    about = "show a policy or a dataset, in a window or as a video"
     add = _command(commands, "watch", about, _WATCH, _WATCH_EXAMPLE).add_argument
     add("what", metavar="ENV_ID|DATASET", help="id of an environment, a dataset with images, or minari:NAME")
     add("--policy", default="random", metavar="POLICY", help="random, MODULE:FACTORY or FILE.pt2, see collect --help")
-    add(
-        "--output", type=Path, metavar="FILE", help="an .mp4 or .gif file (default: a window, where there is a display)"
-    )
+    add("--output", type=Path, metavar="FILE", help="an .mp4 or .gif file (default: a window)")
     add("--episodes", type=_count, default=1, metavar="N", help="episodes to show (default 1)")
-    add("--max-frames", type=_count, default=1000, metavar="N", help="frames of an episode at most (default 1000)")
-    add("--fps", type=_count, metavar="N", help="frames per second (default: what the environment says, or 30)")
-    add("--seed", type=_seed, metavar="S", help="of environment and policy (default: drawn)")
+    add("--max-frames", type=_count, default=1000, metavar="N", help="most frames in an episode (default 1000)")
+    add("--fps", type=_count, metavar="N", help="frames per second (default: that of the environment, or 30)")
+    add("--seed", type=_seed, metavar="S", help="seed of environment and policy (default: random)")
     add("--env-kwargs", type=_json_object, default={}, metavar="JSON", help="arguments for the environment")
     add("--categorical-actions", action="store_true", help="discrete actions as integers, not one-hot")
+    add("--json", action="store_true", help="print JSON")
+
+
+def _add_completion(commands: Any) -> None:
+    add = _command(commands, "completion", "print a script that completes commands", _COMPLETION).add_argument
+    add("shell", metavar="SHELL", choices=["bash", "zsh", "fish"], help="bash, zsh or fish")
 
 
 def _add_top(commands: Any) -> None:
@@ -304,10 +339,10 @@ def _add_top(commands: Any) -> None:
 
 
 def _add_join(commands: Any) -> None:
-    add = _command(commands, "join", "run workers of a collector on another machine", _JOIN).add_argument
+    add = _command(commands, "join", "run workers for a collector on another machine", _JOIN).add_argument
     add("address", metavar="HOST:PORT", help="where the collector listens")
     add("--secret-file", type=Path, metavar="FILE", help="a file with the secret (default: ROLLWRIGHT_SECRET)")
-    add("--name", metavar="NAME", help="of this machine in messages (default: its host name)")
+    add("--name", metavar="NAME", help="name of this machine in messages (default: its host name)")
     add("--timeout", type=_count, default=60, metavar="S", help="seconds to wait for the collector (default 60)")
 
 

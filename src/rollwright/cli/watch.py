@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,12 +31,15 @@ from rollwright.errors import MissingExtraError, RollwrightError
 
 def run(arguments: argparse.Namespace) -> int:
     """Show what the arguments name; returns the exit status."""
-    console = Console()
+    console = Console(quiet=arguments.json)
     try:
         if arguments.output is not None:
             check_video_path("--output", arguments.output)
         with console.warnings_as_lines():
             is_dataset = arguments.what.startswith(PREFIX) or Path(arguments.what).exists()
+            if not is_dataset:
+                most = f"{count(arguments.episodes, 'episode')} of {count(arguments.max_frames, 'frame')} at most"
+                console.line(f"running {arguments.what}: {most}")
             frames = _of_dataset(arguments) if is_dataset else _of_env(arguments)
     except Failure:
         raise
@@ -43,6 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise Failure(plain(error)) from error
     ended = summarize(frames).ended
     returns = np.empty(0) if ended is None else ended.returns
+    if arguments.json:
+        output = None if arguments.output is None else str(arguments.output)
+        mean = float(np.mean(returns)) if len(returns) else None
+        found = {"output": output, "frames": frames.numel(), "episodes": len(returns), "mean_return": mean}
+        print(json.dumps(found, indent=2))
+        return 0
     result = f", mean return {np.mean(returns):,.4g}" if len(returns) else ""
     shown = f"{count(frames.numel(), 'frame')}, {count(len(returns), 'complete episode')}{result}"
     console.line(shown if arguments.output is None else f"wrote {arguments.output}: {shown}")

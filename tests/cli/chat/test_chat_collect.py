@@ -78,9 +78,10 @@ def test_each_prompt_is_collected_and_a_second_call_has_nothing_to_do(run, chat,
     )
     first = texts(tmp_path / "run")
     assert len(first) == 2 * PROMPTS
-    again = run(*chat(tmp_path / "run", *more))
+    again = run(*chat(tmp_path / "run", "--json", *more))
     assert again.status == 0, again.err
-    assert "0 of them new" in again.out
+    numbers = json.loads(again.out)
+    assert (numbers["conversations"], numbers["total"], numbers["new"]) == (2 * PROMPTS, 2 * PROMPTS, 0)
     assert texts(tmp_path / "run") == first
     other = run(*chat(tmp_path / "other", "--seed", 3))
     assert other.status == 0
@@ -117,7 +118,7 @@ def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(run, spawn, cha
     assert re.search(r"interrupted: \d+ of 28 conversations, .* the same command goes on", err)
     result = run(*chat(tmp_path / "run"))
     assert result.status == 0, result.err
-    assert result.out.startswith("going on with 28 conversations")
+    assert "\ngoing on with 28 conversations" in result.out
     assert len(texts(tmp_path / "run")) == 2 * PROMPTS
 
 

@@ -36,11 +36,12 @@ _LINES_BELOW = 8
 
 def run(arguments: argparse.Namespace) -> int:
     """Collect as the arguments specify; returns the exit status."""
-    console, interrupts = Console(arguments.quiet), SignalInterrupts()
+    console, interrupts = Console(arguments.quiet or arguments.json), SignalInterrupts()
     folder: Path = arguments.output
     with console.warnings_as_lines(), ExitStack() as stack:
         settings = _settings(arguments)
         total = _count_rows(arguments.data) * arguments.repeats
+        console.line(f"loading {settings['model'] or settings['engine']}")
         collector = _make(settings, arguments)
         stack.callback(lambda: collector.shutdown(timeout=1.0 if interrupts.hurried else None, raise_on_error=False))
         stack.enter_context(interrupts)
@@ -52,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         error = run.collect(console, interrupts)
         if error is not None and arguments.debug:
             raise error
+    if arguments.json:
+        print(json.dumps({"path": str(folder), **run.numbers(), "error": error and brief(error)}, indent=2))
     if error is not None:
         console.alert(f"rollwright chat-collect: {brief(error)}")
         console.alert(run.outcome)
@@ -274,6 +277,12 @@ class _Run:
         text.append(row["text", "response"], style=SAMPLED)
         lines = text.split("\n")
         return Text("\n").join(lines[-_LINES_BELOW:])
+
+    def numbers(self) -> dict[str, Any]:
+        """What there is now, in numbers; returns and seconds are those of this run alone."""
+        mean = sum(self._returns) / len(self._returns) if self._returns else None
+        counts = {"conversations": self._done, "total": self._total, "new": len(self._returns), "mean_reward": mean}
+        return {**counts, "tokens": self.tokens, "failed": self.failed, "seconds": self.seconds}
 
     @property
     def outcome(self) -> str:
