@@ -277,3 +277,19 @@ def test_conversations_that_make_no_batch_at_the_end_are_counted_and_named():
     assert (len(delivered), stats["conversations_undelivered"], stats["trajectories_held"]) == (3, 2, 2)
     assert set(stats["conversations_unfinished"]) == {f"prompt {index} (epoch 0, repeat 0)" for index in left}
     assert collector.stats()["conversations_unfinished"] == stats["conversations_unfinished"]  # after shutdown, too
+
+
+def test_counts_of_conversations_are_there_before_the_first_rollout():
+    make = partial(LLMCollector, partial(FakeEnv, 4, prompts=9, repeats=3), policy_factory=FakePolicy, num_collectors=2)
+    with make(groups_per_batch=4) as first:
+        before = first.stats()
+        assert [len(batch["group_id"].unique()) for batch in first] == [4, 4]
+        state, over = first.state_dict(), first.stats()
+    counts = ("conversations_in_progress", "conversations_dropped", "conversations_undelivered")
+    assert [before[name] for name in counts] == [0, 0, 0]
+    assert before["conversations_failed"] == before["groups_filtered"] == {}
+    with make(groups_per_batch=4) as second:
+        second.load_state_dict(state)
+        restored = second.stats()
+    for found in (over, restored):  # a group that makes no batch
+        assert found["conversations_undelivered"] == len(found["conversations_unfinished"]) == 3

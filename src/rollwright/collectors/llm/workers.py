@@ -134,7 +134,8 @@ class MultiLLMCollector(MultiCollector):
 
         Complete conversations that no batch was made of yet count as undelivered.
         """
-        found, backlog = cast("dict[str, Any]", super().stats()), self._backlog
+        found: dict[str, Any] = {**_before_a_rollout(), **super().stats()}
+        backlog = self._backlog
         held = dict.fromkeys(origin for turns in self._schedule.trajectories_held for origin in origins_in(turns))
         if held:
             found["conversations_undelivered"] += len(held)
@@ -194,6 +195,14 @@ class MultiLLMCollector(MultiCollector):
         self._calls.in_all("change_options", **changes)
         self.options = self.options.override(**changes)
         self._group.change_options(**changes)
+
+
+def _before_a_rollout() -> dict[str, Any]:
+    """What paths report, where no worker has ended a rollout yet."""
+    found: dict[str, Any] = dict.fromkeys(
+        (f"conversations_{name}" for name in ("in_progress", "dropped", "undelivered")), 0
+    )
+    return found | {"conversations_failed": {}, "groups_filtered": {}, "conversations_unfinished": []}
 
 
 def _check_for_workers(options: LLMOptions) -> None:
