@@ -485,7 +485,7 @@ class MultiCollector(BaseCollector):
             self._forget()
 
     def state_dict(self, *, engine_weights: bool = False) -> OrderedDict[str, Any]:
-        """See :meth:`Collector.state_dict`: that of each worker is at ``"worker0"``, ``"worker1"``...
+        """What :meth:`load_state_dict` needs to go on: that of each worker is at ``"worker0"``, ``"worker1"``...
 
         ``frames``, ``iter``, ``policy_version`` and ``traj_pool`` (the next trajectory id) are those of all.
         ``streams`` are the global random generators of this process, from which your loop draws.

@@ -299,7 +299,7 @@ class CollectorOptions:
 
     @property
     def most_in_progress(self) -> int | None:
-        """See :attr:`ConversationOptions.most_in_progress`."""
+        """Groups (or conversations, where those are delivered) that may be begun and not delivered; None: any."""
         return None
 
     @property

@@ -676,22 +676,22 @@ class WrapperEnv(EnvBase):
 
     @property
     def stand_ins(self) -> Mapping[NestedKey, NestedKey]:  # type: ignore[override]
-        """See :attr:`EnvBase.stand_ins`."""
+        """Entries that a policy may write in place of an action, by the key of the action."""
         return self.base_env.stand_ins
 
     @property
     def ends_with_step(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See :attr:`EnvBase.ends_with_step`."""
+        """Names of root entries that are not carried to the next step, not even in part."""
         return self.base_env.ends_with_step
 
     @property
     def read_at_reset(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See :attr:`EnvBase.read_at_reset`."""
+        """Names of entries that a reset reads if they are passed to it."""
         return self.base_env.read_at_reset
 
     @property
     def has_token_rewards(self) -> bool:  # type: ignore[override]
-        """See :attr:`EnvBase.has_token_rewards`."""
+        """Whether a step may return a reward ``[tokens, 1]``, one number for each token of an answer."""
         return self.base_env.has_token_rewards
 
     @property
@@ -718,16 +718,16 @@ class WrapperEnv(EnvBase):
         return self.base_env.batch_locked
 
     def moment(self) -> object:
-        """See :meth:`EnvBase.moment`."""
+        """Differs once somebody has reset or stepped the environment, or one that it is made of."""
         return self.num_uses, self.base_env.moment()
 
     def set_spec_lock_(self, mode: bool = True) -> Self:
-        """See :class:`EnvBase`; the base environment's specs too."""
+        """Lock the specs against changes in place, or unlock them; those of the base environment too."""
         self.base_env.set_spec_lock_(mode)
         return super().set_spec_lock_(mode)
 
     def fit_policy(self, policy: Any) -> bool:
-        """See :meth:`EnvBase.fit_policy`."""
+        """Take from a policy what the environment lacks, before the two meet; by default, nothing."""
         return self.base_env.fit_policy(policy)
 
     @property
@@ -755,12 +755,12 @@ class WrapperArrays(ArrayEnv):
         self.root_flags, self.done_follows, self.may_be_unfit = base.root_flags, base.done_follows, base.may_be_unfit
 
     def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
-        """See :meth:`ArrayEnv.see_roots`."""
+        """Note the forms of all that roots hold, but for what a policy writes; see :attr:`may_be_unfit`."""
         self._base.see_roots(forms)
 
     @property
     def resets_ahead(self) -> bool:
-        """See :class:`ArrayEnv`."""
+        """Whoever sets it promises to reset, right after each step and without arguments, at least those that ended."""
         return self._base.resets_ahead
 
     @resets_ahead.setter

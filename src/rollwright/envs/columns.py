@@ -94,11 +94,11 @@ class ArrayKind:
         return known[1]
 
     def whole(self, tensor: torch.Tensor) -> Any:
-        """See :class:`TensorKind`."""
+        """A tensor of the transform's own as a column that keeps its last dimension."""
         return tensor.numpy()
 
     def column(self, tensor: torch.Tensor) -> Any:
-        """See :class:`TensorKind`."""
+        """A tensor of the transform's own as a column."""
         array = self.whole(tensor)
         return row_form(array) if array.shape == (*self.batch, 1) else array
 
@@ -125,7 +125,7 @@ class ArrayKind:
         return np.asarray(column, form.dtype).reshape(form.shape) if form.column else np.asarray(column)
 
     def flags(self, column: Any) -> torch.Tensor:
-        """See :class:`TensorKind`."""
+        """The same for flags."""
         flags = torch.from_numpy(np.array(column))
         return flags.unsqueeze(-1) if flags.ndim == len(self.batch) else flags
 

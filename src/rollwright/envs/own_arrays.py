@@ -133,11 +133,11 @@ class OwnArrays(ArrayEnv):
         self.roots = RootTensorDicts(self._batch, self._device, set(self.rewards))
 
     def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
-        """See :meth:`ArrayEnv.see_roots`."""
+        """Note the forms of all that roots hold, but for what a policy writes; see :attr:`may_be_unfit`."""
         self.roots.forms = dict(forms)
 
     def check(self) -> None:
-        """See :meth:`ArrayEnv.check`."""
+        """Test that the environment is what this form was made of; to be called once a batch."""
         if any(now is not then for now, then in zip(specs_of(self._env), self._specs, strict=True)):
             raise NotNative("its specs have changed")
         refuse_more(self._env, self._base, own=True)
@@ -177,7 +177,7 @@ class OwnArrays(ArrayEnv):
         return out
 
     def in_turn(self, parts: Sequence[ArrayEnv], name_error: NameRow) -> RowsStep | None:
-        """See :meth:`ArrayEnv.in_turn`."""
+        """A function that steps environments like this one in turn, each as a row, faster than one by one."""
         same = [part for part in parts if type(part) is OwnArrays and part.roots.device == self.roots.device]
         return OwnRows(same, name_error) if len(same) == len(parts) else None
 
@@ -190,7 +190,7 @@ class OwnArrays(ArrayEnv):
         return self._reset(None if rows is None else self.roots.of_reset({}, rows), kwargs)
 
     def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset_from`."""
+        """The same where what goes on may be read: ``root``, from which the next step would be taken."""
         return self._reset(self.roots.of_reset(root, rows), kwargs)
 
     def _reset(self, td: TensorDictBase | None, kwargs: dict[str, Any]) -> Values:

@@ -185,17 +185,17 @@ class RecreatedArrays(WrapperArrays):
         self._forms: Mapping[NestedKey, Entry] = {}  # of roots
 
     def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
-        """See :meth:`ArrayEnv.see_roots`."""
+        """Note the forms of all that roots hold, but for what a policy writes; see :attr:`may_be_unfit`."""
         self._forms = forms
         super().see_roots(forms)
 
     def check(self) -> None:
-        """See :meth:`ArrayEnv.check`."""
+        """Test that the environment is what this form was made of; to be called once a batch."""
         with suppress(EnvError):  # what is broken raises in the next step, which recreates it
             self._form().check()
 
     def groups(self, number: int) -> list[ArrayEnv]:
-        """See :meth:`ArrayEnv.groups`."""
+        """The batch in ``number`` parts of consecutive rows, each an array form of its own with all of its methods."""
         raise NotNative("on_env_failure='recreate' recreates the batch as a whole")
 
     def _form(self) -> ArrayEnv:
@@ -215,7 +215,7 @@ class RecreatedArrays(WrapperArrays):
         return self._base
 
     def step(self, root: Values, preset: Values) -> Values:
-        """See :meth:`ArrayEnv.step`."""
+        """Act."""
         return self.env.step_with(
             lambda: self._form().step(root, preset), self._missed, lambda: root.keys() >= set(self.reads)
         )
@@ -235,11 +235,11 @@ class RecreatedArrays(WrapperArrays):
         return out
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset`."""
+        """Begin new trajectories in the environments that ``rows``, bool ``[*batch]``, marks; None: in all."""
         return self._reset(rows, kwargs, lambda form, rows: form.reset(rows, **kwargs))
 
     def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset_from`."""
+        """The same where what goes on may be read: ``root``, from which the next step would be taken."""
         return self._reset(rows, kwargs, lambda form, rows: form.reset_from(root, rows, **kwargs))
 
     def _reset(

@@ -58,14 +58,14 @@ class SerialArrays(BatchArrays):
         self._last: Values = {}  # outcomes of the step before
 
     def check(self) -> None:
-        """See :meth:`ArrayEnv.check`."""
+        """Test that the environment is what this form was made of; to be called once a batch."""
         if self._env.openings != self._openings:
             raise NotNative("its environments were closed, and others were made")
         for part in self._parts:
             part.check()
 
     def step(self, root: Values, preset: Values) -> Values:
-        """See :meth:`ArrayEnv.step`."""
+        """Act."""
         if self._env.is_closed:
             check_open(self._env, "step")
         marks, last = root.get(STEPPED), self._last
@@ -111,17 +111,17 @@ class SerialArrays(BatchArrays):
         return root if self.may_be_unfit else self.reads
 
     def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
-        """See :meth:`ArrayEnv.see_roots`."""
+        """Note the forms of all that roots hold, but for what a policy writes; see :attr:`may_be_unfit`."""
         of_one = {key: Entry(shape[1:], dtype, column) for key, (shape, dtype, column) in forms.items()}
         for part in self._parts:
             part.see_roots(of_one)
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset`."""
+        """Begin new trajectories in the environments that ``rows``, bool ``[*batch]``, marks; None: in all."""
         return self._reset(rows, None, kwargs)
 
     def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset_from`."""
+        """The same where what goes on may be read: ``root``, from which the next step would be taken."""
         return self._reset(rows, root, kwargs)
 
     def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:

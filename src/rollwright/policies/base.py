@@ -66,7 +66,7 @@ class TensorPolicy(ArrayPolicy):
         """As a call, on tensors of the policy's device."""
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
-        """See :class:`ArrayPolicy`."""
+        """The outputs for one step, in memory of their own."""
         outputs = self.tensors(*map(_from_numpy, inputs))
         try:
             return [value.numpy() for value in outputs]
@@ -100,7 +100,7 @@ class WatchedPolicy(TensorPolicy):
         self._watch.add(thing)
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        """Prepare a rollout of ``steps`` calls."""
         self._watch.check()
         self._shapes_seen = False
 

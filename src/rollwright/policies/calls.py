@@ -50,7 +50,7 @@ class CalledFunction(ArrayPolicy):
         self._of_tensor = policy.takes == "tensor"
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        """Prepare a rollout of ``steps`` calls."""
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """One call of the function."""
@@ -103,12 +103,12 @@ class CalledModule(WatchedPolicy):
 
     @property
     def how(self) -> str:  # type: ignore[override]
-        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        """What runs, in a short phrase."""
         return f"{type(self.policy.module).__name__} called on tensors" if self.program is None else self.program.how
 
     @property
     def varies(self) -> bool:  # type: ignore[override]
-        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        """Whether shapes and dtypes of the outputs may differ from call to call."""
         return self.program is None or self.program.varies
 
     @property
@@ -117,7 +117,7 @@ class CalledModule(WatchedPolicy):
         return [unravel(key) for key in self.policy.out_keys]
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        """Prepare a rollout of ``steps`` calls."""
         super().start(steps)
         if self.program is not None:
             self.program.start(steps)

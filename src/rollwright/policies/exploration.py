@@ -66,7 +66,7 @@ class Called(Node):
 
     @property
     def draws(self) -> bool:  # type: ignore[override]
-        """See :class:`Node`."""
+        """Whether it draws random numbers when it is run there."""
         return not self.call.compiles
 
     @property
@@ -76,7 +76,7 @@ class Called(Node):
 
     @property
     def compiles(self) -> bool:  # type: ignore[override]
-        """See :class:`Node`."""
+        """Whether ``torch.compile`` may take it together with other steps."""
         return self.call.compiles
 
     @property

@@ -77,7 +77,7 @@ class LayerCall(Node):
         return run
 
     def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
-        """See :meth:`Node.emit`."""
+        """Append the calls that do it in NumPy; the results."""
         (x,) = reads
         if self.layer.in_numpy is None or x.dtype not in ("float32", "float64"):
             raise NotNative(f"{self.label} of {x.dtype} is not known in NumPy")

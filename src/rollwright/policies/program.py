@@ -159,7 +159,7 @@ class RandomActions(TensorPolicy):
         self._draws = [(leaf.rand, shape) for _, leaf, shape in draws]
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        """Prepare a rollout of ``steps`` calls."""
         if self._policy.action_spec is not self._spec:
             raise NotNative("the policy has changed (RandomPolicy)")
 

@@ -180,7 +180,7 @@ class _RegisteredDraw(Draw):
         return self.plain.label
 
     def step(self) -> Step:
-        """See :class:`Node`."""
+        """The function that does it on tensors."""
         reads, action, scored = self.reads, self.writes[0], self.writes[1:]
         pick, score, tests = self.pick, self.score, self.tests
         plain = replace(self.plain, writes=self.writes).step()
@@ -198,7 +198,7 @@ class _RegisteredDraw(Draw):
         return run
 
     def checked_step(self) -> Step:
-        """See :class:`Node`."""
+        """The same, compared with what it stands for; runs once, at the first call."""
         fast, plain = self.step(), replace(self.plain, writes=self.writes).step()
 
         def run(values: Values) -> None:

@@ -85,7 +85,7 @@ class Staged(ArrayPolicy):
         return self.policy.varies
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        """Prepare a rollout of ``steps`` calls."""
         self.policy.start(steps)
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:

@@ -412,7 +412,7 @@ class GroupAssembler(TrajectoryAssembler):
                     break
 
     def sift(self, keeps: Callable[[list[Trajectory]], bool]) -> None:
-        """See :meth:`TrajectoryAssembler.sift`."""
+        """Decide on complete groups, where trajectories come in groups; those that are not kept are forgotten."""
         while self._next:
             if keeps(self._next[0]):
                 self._groups.append(self._next[0])

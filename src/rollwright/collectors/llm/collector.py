@@ -128,7 +128,7 @@ class LLMCollector(Collector):
         self._change_options(postproc=self.llm_options.shaping(checked_postproc(postproc)))
 
     def state_dict(self, *, engine_weights: bool = False) -> OrderedDict[str, Any]:
-        """See :meth:`Collector.state_dict`; with a ``PolicyVersion``, ``version_tracker`` is its state, too."""
+        """What :meth:`load_state_dict` needs to go on; ``version_tracker`` is the state of a ``PolicyVersion``."""
         state = super().state_dict(engine_weights=engine_weights)
         given = self._tracker
         if hasattr(given, "get_extra_state"):
@@ -136,7 +136,7 @@ class LLMCollector(Collector):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
-        """See :meth:`Collector.load_state_dict`."""
+        """Go on from a saved state."""
         given, saved = self._tracker, checked_state(state_dict).get("version_tracker")
         if saved is None or not hasattr(given, "set_extra_state"):
             super().load_state_dict(state_dict, **kwargs)
@@ -152,7 +152,7 @@ class LLMCollector(Collector):
         self._use_tracker()  # the engine stamps tokens with the version that was loaded
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """See :meth:`Collector.iterator`."""
+        """Yield until ``total_frames`` are stepped, from wherever the collector stands."""
         for batch in super().iterator():
             if self.llm_options.verbose:
                 log_batch(self)
@@ -165,7 +165,7 @@ class LLMCollector(Collector):
         return super().__len__()
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """See :meth:`Collector.shutdown`; a thread that waits for room in the queue ends, too.
+        """End the thread of :meth:`start`, and one that waits for room in the queue; close the environment.
 
         Answers, tools and rewards that a thread waits for have two seconds more, or half of ``timeout``. Conversations
         that they are missing from are not delivered, and counted in ``stats()["conversations_in_progress"]``.

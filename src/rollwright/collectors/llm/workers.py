@@ -99,7 +99,7 @@ class MultiLLMCollector(MultiCollector):
         self._change_options(postproc=self.llm_options.shaping(checked_postproc(postproc)))
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """See :meth:`MultiCollector.iterator`."""
+        """Yield until ``total_frames`` are stepped, from wherever the collector stands."""
         for batch in super().iterator():
             if self.llm_options.verbose:
                 log_batch(self)
@@ -121,7 +121,7 @@ class MultiLLMCollector(MultiCollector):
         return super().set_seed(seed, static_seed=True)
 
     def state_dict(self, *, engine_weights: bool = False) -> OrderedDict[str, Any]:
-        """See :meth:`MultiCollector.state_dict`; turns that are still to be put into the queue are at ``"queue"``."""
+        """What :meth:`load_state_dict` needs to go on; turns that are not in the queue yet are at ``"queue"``."""
         if self._backlog is None:
             return super().state_dict(engine_weights=engine_weights)
         with self._backlog.lock:
@@ -130,7 +130,7 @@ class MultiLLMCollector(MultiCollector):
         return state
 
     def stats(self, *, workers: WorkerStats = True) -> CollectorStats:
-        """See :meth:`MultiCollector.stats`; with a queue, ``write_count`` counts the turns that were put.
+        """Counts of all workers, as those of a ``MultiCollector``; with a queue, ``write_count`` counts the turns put.
 
         Complete conversations that no batch was made of yet count as undelivered.
         """
@@ -147,7 +147,7 @@ class MultiLLMCollector(MultiCollector):
         return cast(CollectorStats, select_workers(found, workers))
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """See :meth:`MultiCollector.shutdown`; a thread that waits for room in the queue ends, too."""
+        """End the workers, and a thread that waits for room in the queue. May be called again."""
         if self._backlog is not None:
             self._backlog.writer.closed = True
         with contextlib.suppress(QueueClosed):  # what was not put is not delivered, as the state knows

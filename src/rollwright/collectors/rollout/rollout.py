@@ -53,18 +53,18 @@ class SilentObserver:
     """A :class:`~rollwright.collectors.core.RolloutObserver` that keeps every batch."""
 
     def enter(self, stage: Stage) -> None:
-        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+        """A stage begins."""
 
     def accepts(self, frames: int) -> bool:
-        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+        """A batch of ``frames`` frames was taken; if it is refused, it is dropped and another one is taken."""
         return True
 
     def warn(self, text: str) -> None:
-        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+        """Something that the user should know, in the middle of a rollout."""
         warn_user(text, UserWarning)
 
     def publishes(self, cursor: DataCursor, ids: Iterable[int] | None = None) -> None:
-        """See :class:`~rollwright.collectors.core.RolloutObserver`."""
+        """Trajectories are about to be published in a replay buffer."""
 
 
 class Rollout:

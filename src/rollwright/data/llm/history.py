@@ -290,11 +290,11 @@ class _SpecOf(Composite):
         return self.kind.from_tensordict(super()._sample(shape, draw))
 
     def is_in(self, val: Any) -> bool:
-        """See :meth:`Composite.is_in`."""
+        """Whether every entry is there and lies in its spec; other entries of ``val`` do not matter."""
         return super().is_in(val.to_tensordict(retain_none=False) if isinstance(val, self.kind) else val)
 
     def assert_is_in(self, val: Any, key: NestedKey | None = None) -> None:
-        """See :meth:`Composite.assert_is_in`."""
+        """Raise :class:`SpecError` that names the first entry that is missing or not in its spec."""
         super().assert_is_in(val.to_tensordict(retain_none=False) if isinstance(val, self.kind) else val, key)
 
 

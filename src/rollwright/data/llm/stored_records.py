@@ -34,7 +34,7 @@ class StoredTurn(NamedTuple):
     masked: bool
 
     def placed(self) -> Marks:
-        """See :meth:`Turn.placed`."""
+        """Where it is in a transcript; in one of its own, where it is in none."""
         return self.marks
 
 

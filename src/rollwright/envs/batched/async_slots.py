@@ -77,7 +77,7 @@ class Slots(ABC):
         """Move all environments, where none is busy; :attr:`facts` change."""
 
     def call_in_hosts(self, function: Callable[..., object]) -> None:  # noqa: B027  (threads are in this process)
-        """See :class:`~rollwright.envs.batched.base.BatchedEnv`."""
+        """Call a function in each process that hosts environments, with each :class:`Hosted` there."""
 
     @abstractmethod
     def look_up(self, name: str) -> Any:
@@ -127,7 +127,7 @@ class _EnvThread(DaemonThread):
         self._serve(self.inbox)
 
     def stop(self, timeout_s: float) -> bool:
-        """See :class:`DaemonThread`."""
+        """Ask the thread to end; returns whether it has, within ``timeout_s``."""
         self.inbox.put(None)
         return super().stop(timeout_s)
 
@@ -223,7 +223,7 @@ class ThreadSlots(Slots):
         self._bell.put(None)
 
     def post(self, row: int, td: TensorDictBase | None, *, resets: bool, kwargs: dict[str, Any]) -> None:
-        """See :class:`Slots`."""
+        """Begin a step (from ``td``), or a reset. If it raises, nothing has begun."""
         if self._places[row].left_behind:
             self._places[row].raise_error()
         with uninterrupted:
@@ -238,12 +238,12 @@ class ThreadSlots(Slots):
                 self._places[row].inbox.put(_Work(self._serial, td, resets, kwargs))
 
     def wait(self, timeout_s: float) -> None:
-        """See :class:`Slots`."""
+        """Wait until at least one call has ended, or the time is over. An interrupt here loses nothing."""
         due = min((since + self._limit_s for _, since in self._since.values()), default=float("inf"))
         self._listen(min(timeout_s, max(0.0, due - time.monotonic())))
 
     def collect(self) -> Iterator[Came]:
-        """See :class:`Slots`."""
+        """All that has ended so far. To be used up at once, in a block that nothing interrupts."""
         with contextlib.suppress(queue.Empty):  # it has rung for what is taken now
             while True:
                 self._bell.get_nowait()
@@ -270,21 +270,21 @@ class ThreadSlots(Slots):
         return Came(row, None, error)
 
     def set_seed(self, row: int, seed: int | None, static_seed: bool) -> int | None:
-        """See :class:`Slots`."""
+        """Seed an environment, where none is busy."""
         return self.facts[row].set_seed(seed, static_seed)
 
     def move(self, device: torch.device | str | int) -> None:
-        """See :class:`Slots`."""
+        """Move all environments, where none is busy; :attr:`facts` change."""
         for env in self.facts:
             env.to(device)
 
     def look_up(self, name: str) -> Any:
-        """See :class:`Slots`."""
+        """An attribute of each, as a list; or a function that calls a method of each."""
         values = [getattr(env, name) for env in self.facts]
         return call_each(values) if all(callable(value) for value in values) else values
 
     def call(self, row: int, name: str, args: tuple[Any, ...]) -> Any:
-        """See :class:`Slots`."""
+        """What a method of one environment returns, which is not busy."""
         return getattr(self.facts[row], name)(*args)
 
     def stop_threads(self) -> None:
@@ -293,7 +293,7 @@ class ThreadSlots(Slots):
             place.stop(0.0)
 
     def close(self, *, hurries: bool = False) -> tuple[list[Exception], list[str]]:
-        """See :class:`Slots`."""
+        """Close all, within seconds: what they raised, and what had to be left behind or killed."""
         self._ends.update({row: GONE for row, place in enumerate(self._places) if place.left_behind})  # in a fork
         self.stop_threads()
         until = time.monotonic() + (SHORT_CLOSE_S if hurries else CLOSE_S)
@@ -346,7 +346,7 @@ class ProcessSlots(Slots):
         self._outcomes = lay_out_outcomes(env, self._processes)
 
     def post(self, row: int, td: TensorDictBase | None, *, resets: bool, kwargs: dict[str, Any]) -> None:
-        """See :class:`Slots`."""
+        """Begin a step (from ``td``), or a reset. If it raises, nothing has begun."""
         layout, rest = None, None
         nests: Nests = {}
         if td is not None:
@@ -371,7 +371,7 @@ class ProcessSlots(Slots):
             self._in_progress[row] = ticket, "reset" if resets else "step", time.monotonic()
 
     def wait(self, timeout_s: float) -> None:
-        """See :class:`Slots`."""
+        """Wait until at least one call has ended, or the time is over. An interrupt here loses nothing."""
         until = time.monotonic() + timeout_s
         self._processes.run_once(0.0)
         while not any(map(self._is_over, self._in_progress)) and (left := until - time.monotonic()) > 0:
@@ -379,7 +379,7 @@ class ProcessSlots(Slots):
             self._processes.run_once(max(0.0, min(left, due - time.monotonic(), _NAP_S)))
 
     def collect(self) -> Iterator[Came]:
-        """See :class:`Slots`."""
+        """All that has ended so far. To be used up at once, in a block that nothing interrupts."""
         for row in [row for row in self._in_progress if self._is_over(row)]:
             yield self._came(row)
 
@@ -419,12 +419,12 @@ class ProcessSlots(Slots):
         return list(gathered.values().values())
 
     def set_seed(self, row: int, seed: int | None, static_seed: bool) -> int | None:
-        """See :class:`Slots`."""
+        """Seed an environment, where none is busy."""
         last: int | None = self._ask(host.set_seed, seed, static_seed, rows=[row])[0]
         return last
 
     def move(self, device: torch.device | str | int) -> None:
-        """See :class:`Slots`."""
+        """Move all environments, where none is busy; :attr:`facts` change."""
         self.facts[:] = self._ask(host.move, device)
 
     def call_in_hosts(self, function: Callable[..., object]) -> None:
@@ -432,14 +432,14 @@ class ProcessSlots(Slots):
         self._ask(function)
 
     def look_up(self, name: str) -> Any:
-        """See :class:`Slots`."""
+        """An attribute of each, as a list; or a function that calls a method of each."""
         values = self._ask(host.look_up, name)
         if not any(isinstance(value, host.Sign) for value in values):
             return values
         return lambda *args, **kwargs: self._ask(host.call, name, args, kwargs)
 
     def call(self, row: int, name: str, args: tuple[Any, ...]) -> Any:
-        """See :class:`Slots`."""
+        """What a method of one environment returns, which is not busy."""
         return self._ask(host.call, name, args, {}, rows=[row])[0]
 
     def pids(self) -> list[int | None]:
@@ -447,6 +447,6 @@ class ProcessSlots(Slots):
         return self._processes.pids()
 
     def close(self, *, hurries: bool = False) -> tuple[list[Exception], list[str]]:
-        """See :class:`Slots`."""
+        """Close all, within seconds: what they raised, and what had to be left behind or killed."""
         raised, forced = self._processes.end(SHORT_CLOSE_S if hurries else None)
         return [one.failure.error(f"{self._name}[{one.row}]") for one in raised], forced

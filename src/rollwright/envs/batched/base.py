@@ -390,7 +390,7 @@ class EnvsView(BatchedEnv):
         return self._batch.seed_rows(self._rows, seed, static_seed)
 
     def moment(self) -> object:
-        """See :meth:`EnvBase.moment`."""
+        """Differs once somebody has reset or stepped the environment, or one that it is made of."""
         return self.num_uses, self._batch.moment()
 
     # The end ----------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ class EnvsView(BatchedEnv):
         self.__dict__["_ended"] = value
 
     def known_parts(self) -> list[Any]:
-        """See :meth:`BatchedEnv.known_parts`."""
+        """The parts that were there before."""
         parts = self._batch.known_parts()
         return [parts[row] for row in self._rows]
 

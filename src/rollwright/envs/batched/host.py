@@ -453,17 +453,17 @@ def array_facts(hosted: Hosted) -> ArrayFacts:
 
 
 def check_arrays(hosted: Hosted) -> None:
-    """See :meth:`~rollwright.envs.arrays.ArrayEnv.check`."""
+    """Test that the environment is what this form was made of; to be called once a batch."""
     hosted.array_form().check()
 
 
 def see_roots(hosted: Hosted, forms: Mapping[NestedKey, Entry]) -> None:
-    """See :meth:`~rollwright.envs.arrays.ArrayEnv.see_roots`."""
+    """Note the forms of all that roots hold, but for what a policy writes; see :attr:`may_be_unfit`."""
     hosted.array_form().see_roots(forms)
 
 
 def set_seed(hosted: Hosted, seed: int | None, static_seed: bool) -> int | None:
-    """See :meth:`~rollwright.envs.EnvBase.set_seed`."""
+    """Seed the environment and torch's global generator (from which policies sample)."""
     return hosted.env.set_seed(seed, static_seed)
 
 

@@ -64,15 +64,15 @@ class RemoteEnvs(IndexedEnvs):
     # The environments together ------------------------------------------------------------------
 
     def _ask(self, function: Callable[..., Any], *args: Any, rows: Iterable[int] | None = None) -> dict[int, Any]:
-        """See :meth:`HostedRows.call`."""
+        """Call a function of :mod:`.host` where the environments are; what it returns, by row."""
         return self._hosted.call(function, *args, rows=rows)
 
     def call_in_hosts(self, function: Callable[..., object]) -> None:
-        """See :class:`BatchedEnv`."""
+        """Call a function in each process that hosts environments, with each :class:`Hosted` there."""
         self._ask(function)
 
     def seed_rows(self, rows: Sequence[int], seed: int | None, static_seed: bool) -> int | None:
-        """See :class:`IndexedEnvs`."""
+        """Seed some environments, each with what follows the last seed of the one before; returns the last."""
         last = None
         self._hosted.num_seedings += 1
         for row in rows:
@@ -117,7 +117,7 @@ class RemoteEnvs(IndexedEnvs):
         return self.look_up(name, range(self.num_workers))
 
     def look_up(self, name: str, rows: Sequence[int]) -> Any:
-        """See :class:`IndexedEnvs`."""
+        """The values of an attribute of some environments; of a method, a function that calls it in each of them."""
         values = self._ask(host.look_up, name, rows=rows)
         methods = [isinstance(value, Sign) for value in values.values()]
         if all(methods):

@@ -79,14 +79,14 @@ class ParallelArrays(BatchArrays):
         self._stepped: list[bool] | None = None
 
     def check(self) -> None:
-        """See :meth:`ArrayEnv.check`."""
+        """Test that the environment is what this form was made of; to be called once a batch."""
         check_open(self._env, "step")
         if self._hosted.is_closed:
             raise NotNative("its environments were closed, and others were made")
         self._hosted.call(host.check_arrays)
 
     def groups(self, number: int) -> list[ArrayEnv]:
-        """See :meth:`ArrayEnv.groups`."""
+        """The batch in ``number`` parts of consecutive rows, each an array form of its own with all of its methods."""
         if self.may_be_unfit:  # then all go on with TensorDicts, from the same step on
             names = self.on_tensordicts
             raise NotNative(works_on_tensordicts(names) if names else "its environments are a user's own")
@@ -101,12 +101,12 @@ class ParallelArrays(BatchArrays):
     # Steps --------------------------------------------------------------------------------------
 
     def step(self, root: Values, preset: Values) -> Values:
-        """See :meth:`ArrayEnv.step`."""
+        """Act."""
         self.send(root, preset)
         return self.receive()
 
     def send(self, root: Values, preset: Values) -> None:
-        """See :meth:`ArrayEnv.send`."""
+        """Begin a step; arguments as of :meth:`step`, and read before it returns."""
         check_open(self._env, "step")
         self._hosted.check_free(self._env, self._rows)
         given = {key: root[key] for key in self._seen(root)}
@@ -136,7 +136,7 @@ class ParallelArrays(BatchArrays):
         return [key for key in root if key != STEPPED]
 
     def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
-        """See :meth:`ArrayEnv.see_roots`."""
+        """Note the forms of all that roots hold, but for what a policy writes; see :attr:`may_be_unfit`."""
         self._forms = dict(forms)
 
     @property
@@ -158,7 +158,7 @@ class ParallelArrays(BatchArrays):
         return number
 
     def receive(self) -> Values:
-        """See :meth:`ArrayEnv.receive`."""
+        """Wait for the step that :meth:`send` has begun; returns what :meth:`step` does."""
         ticket, self._ticket = self._ticket, None
         gathered, missed = self._hosted.receive_step(self._env, ticket)
         unfit = self._unfit_rows("step", [gathered])
@@ -205,11 +205,11 @@ class ParallelArrays(BatchArrays):
     # Resets -------------------------------------------------------------------------------------
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset`."""
+        """Begin new trajectories in the environments that ``rows``, bool ``[*batch]``, marks; None: in all."""
         return self._reset(rows, None, kwargs)
 
     def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset_from`."""
+        """The same where what goes on may be read: ``root``, from which the next step would be taken."""
         return self._reset(rows, root if self.may_be_unfit else None, kwargs)
 
     def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:

@@ -153,7 +153,7 @@ class LibraryArrays(ArrayEnv):
         return [unravel(key) for spec in specs for key in cast(Composite, spec).leaves()]
 
     def check(self) -> None:
-        """See :meth:`ArrayEnv.check`."""
+        """Test that the environment is what this form was made of; to be called once a batch."""
         if self._env.returns_tensors and self._follows_tensors:
             raise NotNative("it returns tensors")
         now = self._env.info_dict_reader
@@ -167,7 +167,7 @@ class LibraryArrays(ArrayEnv):
             raise NotNative("the environment in it is another one")
 
     def step(self, root: Values, preset: Values) -> Values:
-        """See :meth:`ArrayEnv.step`."""
+        """Act."""
         if self._env.is_closed:
             check_open(self._env, "step")
         try:
@@ -181,7 +181,7 @@ class LibraryArrays(ArrayEnv):
         return values
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset`."""
+        """Begin new trajectories in the environments that ``rows``, bool ``[*batch]``, marks; None: in all."""
         check_open(self._env, "reset")
         try:
             values = self._env.reset_values(None if rows is None else rows.reshape(-1), **kwargs)

@@ -71,17 +71,17 @@ class TranslatedArrays(WrapperArrays):
         self._base.check()
 
     def step(self, root: Values, preset: Values) -> Values:
-        """See :meth:`ArrayEnv.step`."""
+        """Act."""
         check_open(self._env, "step")
         return self._with_masks(lambda: self._base.step(root, preset))
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset`."""
+        """Begin new trajectories in the environments that ``rows``, bool ``[*batch]``, marks; None: in all."""
         check_open(self._env, "reset")
         return self._with_masks(lambda: self._base.reset(rows, **kwargs))
 
     def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset_from`."""
+        """The same where what goes on may be read: ``root``, from which the next step would be taken."""
         check_open(self._env, "reset")
         return self._with_masks(lambda: self._base.reset_from(root, rows, **kwargs))
 

@@ -92,7 +92,7 @@ class VectorTensors:
         self._held: tuple[Tensor, Tensors] | None = None  # what has ended and was not reset, and its last data
 
     def check(self) -> None:
-        """See :meth:`OwnTensors.check`."""
+        """Test that the environment is what this form was made of; to be called once a batch."""
         if self._env.on_tensors() is not self:
             raise NotNative("its gymnasium environment is another one")
 

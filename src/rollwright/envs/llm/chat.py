@@ -139,7 +139,7 @@ class ChatEnv(ConversationEnv):
         )
 
     def reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        """See :meth:`EnvBase.reset`; ``tensordict`` may hold prompts, see the class.
+        """Begin new conversations; ``tensordict`` may hold prompts, see the class.
 
         Raises:
             EnvError: there is no prompt, or one is neither a string nor messages.

@@ -142,7 +142,7 @@ class DatasetConversations(Conversations):
     # Slots ------------------------------------------------------------------------------------------
 
     def open(self, slot: int) -> Opening:
-        """See :meth:`Conversations.open`."""
+        """Begin a conversation in a slot; one that was in progress there is dropped."""
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot: expected 0 to {self.num_slots - 1}, got {slot}.")
         self._drop(slot)
@@ -189,7 +189,7 @@ class DatasetConversations(Conversations):
         self._rewarding.drop(talk)
 
     def submit(self, answers: Mapping[int, Answer]) -> None:
-        """See :meth:`Conversations.submit`."""
+        """Take answers, by slot; tools and rewards may run meanwhile."""
         for slot, answer in answers.items():
             talk = self._talks.get(slot)
             if talk is None or talk.busy or talk.over:
@@ -295,7 +295,7 @@ class DatasetConversations(Conversations):
     # What has followed ------------------------------------------------------------------------------
 
     def outcomes(self, timeout: float | None = None) -> dict[int, Outcome]:
-        """See :meth:`Conversations.outcomes`."""
+        """Outcomes since the last call, by slot; waits until there is one."""
         self._take(0.0)
         while not self._ready and self._jobs:
             if not self._take(timeout) and timeout is not None:
@@ -368,7 +368,7 @@ class DatasetConversations(Conversations):
         return self._rewarding.waiting
 
     def cut(self, slot: int) -> bool:
-        """See :meth:`Conversations.cut`."""
+        """End a conversation whose last outcome left no room for an answer."""
         talk = self._talks[slot]
         if not self.rewards:
             return False
@@ -380,7 +380,7 @@ class DatasetConversations(Conversations):
     # Saved conversations ----------------------------------------------------------------------------
 
     def state(self, slot: int) -> dict[str, Any]:
-        """See :meth:`Conversations.state`."""
+        """What the conversation of a slot needs to go on, beside its messages; between outcome and answer."""
         talk = self._talks.get(slot)
         if talk is None or talk.busy or talk.over:
             raise EnvError(f"slot {slot} has no conversation between an outcome and an answer. Save it there.")

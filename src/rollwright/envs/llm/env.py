@@ -483,7 +483,7 @@ class ConversationEnv(Pooled, EnvBase):
                 self.conversations.source.delivered(origins_in(row, seed)[0])
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """See :meth:`EnvBase.close`; ends processes and threads of tools and rewards."""
+        """Close the environment, and end processes and threads of tools and rewards."""
         super().close(raise_if_closed=raise_if_closed)
         self.conversations.close()
         self._slots.interrupted()

@@ -177,7 +177,7 @@ class ThreadLane(Lane):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def begin(self, job: Job, ended: queue.SimpleQueue[tuple[Job, Finished]]) -> None:
-        """See :meth:`Lane.begin`."""
+        """Run a job now, or when there is room for it."""
         if inspect.iscoroutinefunction(job.function) or inspect.iscoroutinefunction(
             getattr(job.function, "__call__", None)  # noqa: B004  (an object whose __call__ is async)
         ):
@@ -211,7 +211,7 @@ class ThreadLane(Lane):
             ended.put((job, end))
 
     def give_up(self, job: Job) -> None:
-        """See :meth:`Lane.give_up`."""
+        """The limit of a job is over: make room for others."""
         if job.at_end is not None:
             job.at_end()
         with self._lock:
@@ -221,7 +221,7 @@ class ThreadLane(Lane):
                 self._hand_out()
 
     def close(self) -> None:
-        """See :meth:`Lane.close`."""
+        """End what runs jobs. May be called again."""
         with self._lock:
             for inbox in self._idle:
                 inbox.put(None)
@@ -347,7 +347,7 @@ class ProcessLane(Lane):
         self._threads.give_up(job)
 
     def close(self) -> None:
-        """See :meth:`Lane.close`."""
+        """End what runs jobs. May be called again."""
         with self._lock:
             self._closed = True
             children = list(self._children)

@@ -167,7 +167,7 @@ class IndexedReader(RowReader):
         self._order: tuple[int, torch.Tensor] | None = None  # of an epoch
 
     def read(self, position: int) -> Read:
-        """See :meth:`RowReader.read`."""
+        """The row at a position; positions are asked for in rising order."""
         epoch, place = divmod(position, self._num)
         if self._epochs is not None and epoch >= self._epochs:
             raise StopIteration
@@ -181,19 +181,19 @@ class IndexedReader(RowReader):
         return self._order[1]
 
     def restart(self, seed: int) -> bool:
-        """See :meth:`RowReader.restart`."""
+        """Read from the start, shuffled by ``seed``; False: what was read already cannot be read again."""
         self._seed, self._order = seed, None
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`RowReader.state_dict`."""
+        """What it takes to read again from the position of the last :meth:`forget_before`."""
         return {"rows": self._num}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`RowReader.load_state_dict`: the position is all that there is."""
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`RowReader.check_state`."""
+        """Raise what :meth:`load_state_dict` would raise; nothing is changed."""
         if state_dict.get("rows") != self._num:
             raise ValueError(
                 f"state_dict: the place is in a dataset of {state_dict.get('rows', 'unknown many')} rows, this one has "
@@ -250,7 +250,7 @@ class StreamReader(RowReader):
         return self.__dict__
 
     def read(self, position: int) -> Read:
-        """See :meth:`RowReader.read`."""
+        """The row at a position; positions are asked for in rising order."""
         while True:
             row = self._next_row()
             if self._at > position:
@@ -298,12 +298,12 @@ class StreamReader(RowReader):
             self._marks = deque(islice(self._marks, 0, None, 2))
 
     def forget_before(self, position: int) -> None:
-        """See :meth:`RowReader.forget_before`."""
+        """Positions before this one are not asked for again."""
         while len(self._marks) > 1 and self._marks[1].position <= position:
             self._marks.popleft()
 
     def restart(self, seed: int) -> bool:
-        """See :meth:`RowReader.restart`."""
+        """Read from the start, shuffled by ``seed``; False: what was read already cannot be read again."""
         if self._iterator is None and not self._at:
             return True
         if self._once and not self._stateful:
@@ -320,12 +320,12 @@ class StreamReader(RowReader):
         self._at, self._epoch, self._start = mark.position, mark.epoch, mark.start
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`RowReader.state_dict`."""
+        """What it takes to read again from the position of the last :meth:`forget_before`."""
         mark = self._marks[0] if self._marks else _Mark(self._at, self._epoch, self._start, self._initial)
         return dict(vars(mark))
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`RowReader.check_state`."""
+        """Raise what :meth:`load_state_dict` would raise; nothing is changed."""
         super().check_state(state_dict)
         if self._iterator is not None and self._once and not self._stateful:
             raise EnvError(
@@ -334,7 +334,7 @@ class StreamReader(RowReader):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`RowReader.load_state_dict`."""
+        """Go on from a saved state, which :meth:`check_state` has passed."""
         mark = _Mark(*(state_dict[name] for name in ("position", "epoch", "start", "loader")))
         if self._stateful and mark.loader is not None:
             self._dataset.load_state_dict(deepcopy(mark.loader))

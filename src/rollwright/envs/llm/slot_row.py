@@ -332,7 +332,7 @@ class Pooled:
         return int(getattr(self._slots.source, "repeats", 1))
 
     def share_data(self, index: int, count: int) -> None:
-        """See :meth:`PromptSource.shard`."""
+        """Hand out each ``count``-th group only, from ``index`` on; before the first draw."""
         self._slots.source.shard(index, count)
 
 

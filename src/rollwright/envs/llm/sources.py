@@ -110,7 +110,7 @@ class DatasetSource(PromptSource):
         return self._seed
 
     def draw(self) -> PromptDraw:
-        """See :meth:`PromptSource.draw`."""
+        """The next prompt."""
         with self._lock:
             self._drawn = True
             while not self._ahead:
@@ -137,24 +137,24 @@ class DatasetSource(PromptSource):
             self._ahead.extend(draws)
 
     def claim(self, origin: Origin) -> None:
-        """See :meth:`PromptSource.claim`."""
+        """The conversation from ``origin`` was saved and goes on: it is not drawn again; after a load."""
         with self._lock:
             self._check(origin)
             self._claimed.add((origin.group, origin.repeat))
             self._ahead = deque(draw for draw in self._ahead if draw.origin != origin)
 
     def group_size(self, origin: Origin) -> int:
-        """See :meth:`PromptSource.group_size`."""
+        """Conversations of the group of ``origin`` that were not delivered before the last load."""
         return self.repeats - self._before.get(origin.group, 0)
 
     def undelivered(self) -> Iterator[tuple[int, int]]:
-        """See :meth:`PromptSource.undelivered`."""
+        """Group and repeat of all conversations that were not delivered, in the order of the data, without an end."""
         for group in itertools.count(self._low, self._count):
             done = self._delivered.get(group, ())
             yield from ((group, repeat) for repeat in range(self.repeats) if repeat not in done)
 
     def delivered(self, origin: Origin) -> None:
-        """See :meth:`PromptSource.delivered`."""
+        """The conversation from ``origin`` has reached the consumer, whole; or it was dropped on purpose."""
         with self._lock:
             if origin.seed != self._seed or origin.group < self._low:
                 return
@@ -176,7 +176,7 @@ class DatasetSource(PromptSource):
             )
 
     def shard(self, index: int, count: int) -> None:
-        """See :meth:`PromptSource.shard`."""
+        """Hand out each ``count``-th group only, from ``index`` on; before the first draw."""
         if not 0 <= index < count:
             raise ValueError(f"index: expected 0 to {count - 1}, of count {count}, got {index}.")
         if self._drawn:
@@ -206,7 +206,7 @@ class DatasetSource(PromptSource):
             }
 
     def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-        """See :meth:`PromptSource.divided`."""
+        """Places of ``count`` parts of the data, behind all that was delivered of the parts that it had before."""
         before = {state["shard"][0]: state for state in states}
         if sorted(before) != list(range(len(states))) or any(state["shard"][1] != len(states) for state in states):
             raise ValueError(f"states: expected those of all parts, got {[state['shard'] for state in states]}.")
@@ -317,7 +317,7 @@ class _Queries(RowReader):
         del self._rows[self._next]
 
     def read(self, position: int) -> Read:
-        """See :meth:`RowReader.read`."""
+        """The row at a position; positions are asked for in rising order."""
         if not self._next:
             raise EnvError(NO_QUERY)
         if position not in self._rows:
@@ -329,15 +329,15 @@ class _Queries(RowReader):
         return False
 
     def forget_before(self, position: int) -> None:
-        """See :meth:`RowReader.forget_before`."""
+        """Positions before this one are not asked for again."""
         for old in [place for place in self._rows if place < position]:
             del self._rows[old]
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`RowReader.state_dict`."""
+        """What it takes to read again from the position of the last :meth:`forget_before`."""
         return {"next": self._next, "rows": [[place, dict(row)] for place, row in self._rows.items()]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`RowReader.load_state_dict`."""
+        """Go on from a saved state, which :meth:`check_state` has passed."""
         self._next = state_dict["next"]
         self._rows = dict(state_dict["rows"])

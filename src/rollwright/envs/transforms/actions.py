@@ -198,7 +198,7 @@ class ActionScaling(Transform):
         """What an environment returns holds no actions."""
 
     def _begin(self, kind: Any, given: Columns, fresh: Columns) -> None:
-        """See :meth:`_change`."""
+        """What an environment returns holds no actions."""
 
     def on_arrays(self, env: ArrayEnv) -> ArrayTransform:
         """The form of this transform for steps on NumPy arrays; see :meth:`Transform.on_arrays`."""

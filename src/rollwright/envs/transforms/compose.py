@@ -32,7 +32,7 @@ class CallableTransform(Transform):
 
     @property
     def inverts(self) -> bool:
-        """See :class:`Transform`."""
+        """Whether the transform changes what the environment is given."""
         return callable(getattr(self.function, "inv", None))
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:

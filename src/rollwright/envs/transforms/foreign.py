@@ -193,7 +193,7 @@ class HeldTransform(Transform):
         return cast(Composite, from_torchrl(self.theirs.transform_output_spec(self.theirs.parent.output_spec.clone())))
 
     def on_tensordicts(self, env: ArrayEnv, roots: RootTensorDicts) -> OnTensorDicts:
-        """See :meth:`Transform.on_tensordicts`."""
+        """The transform as it is, called on TensorDicts where an environment is stepped on arrays."""
         parent = self.theirs.parent
         spec = self.transform_output_spec(parent.output_spec)
         return called_on_tensordicts(self, self.theirs, env, roots, list(parent.done_keys), spec)
@@ -431,17 +431,17 @@ class ForeignTransform(Transform):
         return changed
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """See :class:`Transform`."""
+        """What the environment is given for ``tensordict``, which is left as it is."""
         changed: TensorDictBase = self._placed().inv(tensordict)
         return changed
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """See :class:`Transform`."""
+        """Change data outside of an environment: applies ``_apply_transform`` to the root's entries."""
         changed: TensorDictBase = self._placed()(tensordict)
         return changed
 
     def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:
-        """See :class:`Transform`."""
+        """Change a frame once the data of the next step were taken from it, see :meth:`EnvBase.trim_frame`."""
         if self._trims:
             trim_by(self._placed(), frame, following, self._remember("dropped", self._only_below_next))
 
@@ -453,7 +453,7 @@ class ForeignTransform(Transform):
         return [] if self.container is None else only_below_next(self.container.fake_tensordict())
 
     def complete_fake(self, fake: TensorDictBase) -> TensorDictBase:
-        """See :class:`Transform`."""
+        """What :meth:`EnvBase.fake_tensordict` gives, where frames have other entries than the specs say."""
         changed: TensorDictBase = self._theirs("transform_fake_tensordict", fake)
         return changed
 
@@ -521,31 +521,31 @@ class ForeignTransform(Transform):
         return changed
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """See :class:`Transform`."""
+        """The spec of all observations after this transform."""
         return self._changed("transform_observation_spec", observation_spec)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """See :class:`Transform`."""
+        """The spec of all rewards after this transform."""
         return self._changed("transform_reward_spec", reward_spec)
 
     def transform_done_spec(self, done_spec: Composite) -> Composite:
-        """See :class:`Transform`."""
+        """The spec of all flags after this transform."""
         return self._changed("transform_done_spec", done_spec)
 
     def transform_action_spec(self, action_spec: Composite) -> Composite:
-        """See :class:`Transform`."""
+        """The spec of all actions, as the policy sees them."""
         return self._changed("transform_action_spec", action_spec)
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:
-        """See :class:`Transform`."""
+        """The spec of what a step reads beside the action."""
         return self._changed("transform_state_spec", state_spec)
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """See :class:`Transform`."""
+        """``full_observation_spec``, ``full_reward_spec`` and ``full_done_spec`` after this transform."""
         return self._changed("transform_output_spec", output_spec)
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """See :class:`Transform`."""
+        """``full_action_spec`` and ``full_state_spec`` after this transform."""
         return self._changed("transform_input_spec", input_spec)
 
     # The environment around -------------------------------------------------------------------
@@ -582,7 +582,7 @@ class ForeignTransform(Transform):
         self._forget()
 
     def empty_cache(self) -> None:
-        """See :class:`Transform`."""
+        """Forget what was derived from the environment's specs."""
         super().empty_cache()
         self._forget()
 

@@ -239,7 +239,7 @@ class TransformedTensors(OwnTensors):
         return self._base.tensordict(values)
 
     def step(self, td: TensorDict) -> Tensors:
-        """See :meth:`OwnTensors.step`."""
+        """Act."""
         if not self._on_columns:
             return super().step(td)
         if self._env.is_closed:
@@ -265,7 +265,7 @@ class TransformedTensors(OwnTensors):
         return out
 
     def _step_tensordict(self, td: TensorDict) -> TensorDictBase:
-        """See :meth:`TransformedEnv._step`."""
+        """Act; returns observations, reward and flags in a new TensorDict, without ``"next"``."""
         if self._taken is None:
             given: Any = self._transform.inv(td) if self._inverts else td
             try:
@@ -283,7 +283,7 @@ class TransformedTensors(OwnTensors):
         return changed
 
     def reset(self, td: TensorDictBase | None, *, after_step: bool = False, **kwargs: Any) -> Tensors:
-        """See :meth:`OwnTensors.reset`."""
+        """Begin new trajectories."""
         if not self._on_columns:
             return super().reset(td, after_step=after_step, **kwargs)
         check_open(self._env, "reset")
@@ -307,7 +307,7 @@ class TransformedTensors(OwnTensors):
     def _reset_tensordict(
         self, td: TensorDictBase | None, *, after_step: bool = False, **kwargs: Any
     ) -> TensorDictBase | None:
-        """See :meth:`TransformedEnv._reset`."""
+        """Begin new trajectories; returns observations (and flags, where any is set), without ``"next"``."""
         flags: Tensors = {}
         if self._taken is None:
             td, flags = self._transform.transform_reset_input(td), self._base.no_flags()
@@ -380,7 +380,7 @@ class TransformedArrays(WrapperArrays):
             raise NotNative("its specs are not those of its transforms")
 
     def see_roots(self, forms: Mapping[NestedKey, Entry]) -> None:
-        """See :meth:`ArrayEnv.see_roots`."""
+        """Note the forms of all that roots hold, but for what a policy writes; see :attr:`may_be_unfit`."""
         self._chain.roots.forms = dict(forms)
         super().see_roots(forms)
 
@@ -397,14 +397,14 @@ class TransformedArrays(WrapperArrays):
         return make(transform, self)
 
     def check(self) -> None:
-        """See :meth:`ArrayEnv.check`."""
+        """Test that the environment is what this form was made of; to be called once a batch."""
         self._base.check()
         check_parts(self._env, self._transforms)
         for watch in self._watches:
             watch.check()
 
     def step(self, root: Values, preset: Values) -> Values:
-        """See :meth:`ArrayEnv.step`."""
+        """Act."""
         if self._env.is_closed:
             check_open(self._env, "step")
         root = self._given(root)
@@ -441,7 +441,7 @@ class TransformedArrays(WrapperArrays):
             raise named_error(self._env, call, error) from error
 
     def stepper(self) -> Callable[[Values], Values]:
-        """See :meth:`ArrayEnv.stepper`."""
+        """A function that steps once more from a root, for a transform in :meth:`Transform.on_arrays`."""
         if self._chain.on_tensordicts or self._base.may_be_unfit:
             names = [*self._base.on_tensordicts, *self._chain.on_tensordicts] or [type(self._env.base_env).__name__]
             raise NotNative(f"its steps cannot be repeated: {names[0]} works on TensorDicts")
@@ -489,11 +489,11 @@ class TransformedArrays(WrapperArrays):
         return UnfitOutcome(reason, complete_step(self._env, given, outcome))
 
     def groups(self, number: int) -> list[ArrayEnv]:
-        """See :meth:`ArrayEnv.groups`."""
+        """The batch in ``number`` parts of consecutive rows, each an array form of its own with all of its methods."""
         return [TransformedArrays(self._env, self._known, base) for base in self._base.groups(number)]
 
     def send(self, root: Values, preset: Values) -> None:
-        """See :meth:`ArrayEnv.send`."""
+        """Begin a step; arguments as of :meth:`step`, and read before it returns."""
         if self._env.is_closed:
             check_open(self._env, "step")
         root = self._given(root)
@@ -501,15 +501,15 @@ class TransformedArrays(WrapperArrays):
         self._sent = root, preset
 
     def receive(self) -> Values:
-        """See :meth:`ArrayEnv.receive`."""
+        """Wait for the step that :meth:`send` has begun; returns what :meth:`step` does."""
         return self._transformed(*self._sent, self._base.receive())
 
     def reset(self, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset`."""
+        """Begin new trajectories in the environments that ``rows``, bool ``[*batch]``, marks; None: in all."""
         return self._reset(rows, None, kwargs)
 
     def reset_from(self, root: Values, rows: Rows | None, **kwargs: Any) -> Values:
-        """See :meth:`ArrayEnv.reset_from`."""
+        """The same where what goes on may be read: ``root``, from which the next step would be taken."""
         return self._reset(rows, root, kwargs)
 
     def _reset(self, rows: Rows | None, root: Values | None, kwargs: dict[str, Any]) -> Values:

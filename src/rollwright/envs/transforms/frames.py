@@ -124,7 +124,7 @@ class LastOfSlices(Transform):
 
     @property
     def inverts(self) -> bool:
-        """See :class:`Transform`."""
+        """Whether the transform changes what the environment is given."""
         return bool(self._leave_out)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:

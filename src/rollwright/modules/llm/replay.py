@@ -101,20 +101,20 @@ class ReplayEngine(Engine):
         return ready
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See :meth:`Engine.generate`."""
+        """Answer requests and wait; completions in the order of the requests."""
         return [self._answer(request) for request in requests]
 
     def cancel(self, keys: Sequence[Hashable]) -> None:
-        """See :meth:`Engine.cancel`."""
+        """End responses now: they come as completions with ``CANCELLED`` and the tokens so far."""
         for completion in self._ready:
             if completion.key in keys:
                 completion.finish_reason = FinishReason.CANCELLED
 
     def pause(self) -> None:
-        """See :meth:`Engine.pause`."""
+        """Sample no token until :meth:`resume`."""
 
     def resume(self) -> None:
-        """See :meth:`Engine.resume`."""
+        """Go on after :meth:`pause`."""
 
     def update_weights(self, weights: Any, version: Version | None = None, **how: Any) -> None:
         """Count a version; tokens keep those that were recorded."""
@@ -124,7 +124,7 @@ class ReplayEngine(Engine):
 
     @property
     def version(self) -> Version:
-        """See :attr:`Engine.version`."""
+        """Of the weights that sample the next token."""
         return self._version
 
     @version.setter
@@ -132,7 +132,7 @@ class ReplayEngine(Engine):
         self._version = version
 
     def close(self) -> None:
-        """See :meth:`Engine.close`."""
+        """Cancel what is in progress, and release what the engine holds. May be called again."""
         self._ready.clear()
 
 

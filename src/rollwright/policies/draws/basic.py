@@ -43,7 +43,7 @@ class CategoricalDraw(Draw):
     nan_shows = "parameter"
 
     def step(self) -> Step:
-        """See :class:`Node`."""
+        """The function that does it on tensors."""
         draw = race if self.parameter == "logits" else _multinomial
         return self._step(draw if self.random else _most_likely)
 
@@ -71,13 +71,13 @@ class CategoricalDraw(Draw):
         return run
 
     def noise(self, reads: Sequence[Tensor]) -> Noise | None:
-        """See :class:`Draw`."""
+        """The noise of one step, where it can be drawn before; None where there is none, or it cannot."""
         if not self.random or self.parameter != "logits":
             return None
         return Noise("exponential", tuple(reads[0].shape), reads[0].dtype, reads[0].device)
 
     def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
-        """See :class:`Node`."""
+        """Append the calls that do it in NumPy; the results."""
         (logits,), scores = reads, len(self.writes) == 2
         if self.random:
             emitter.draw("gumbel", logits)
@@ -205,7 +205,7 @@ class NormalDraw(Draw):
         return self.random
 
     def step(self) -> Step:
-        """See :class:`Node`."""
+        """The function that does it on tensors."""
         return self._step(draw_normal if self.random else mean_of_normal)
 
     def step_with(self, noise: int) -> Step:
@@ -228,11 +228,11 @@ class NormalDraw(Draw):
         return run
 
     def noise(self, reads: Sequence[Tensor]) -> Noise | None:
-        """See :class:`Draw`."""
+        """The noise of one step, where it can be drawn before; None where there is none, or it cannot."""
         return noise_of_normal(reads) if self.random else None
 
     def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
-        """See :class:`Node`."""
+        """Append the calls that do it in NumPy; the results."""
         loc, scale = reads
         z, value = emit_normal(emitter, loc, scale, random=self.random)
         if len(self.writes) == 1:
@@ -338,7 +338,7 @@ class MaskedDraw(Draw):
     draws = True
 
     def step(self) -> Step:
-        """See :class:`Node`."""
+        """The function that does it on tensors."""
         (logits_at, mask_at), action, scored = self.reads, self.writes[0], self.writes[1:]
         neg_inf, cross = self.neg_inf, self.cross_entropy
 

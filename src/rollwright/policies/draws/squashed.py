@@ -50,7 +50,7 @@ class TanhNormalDraw(Draw):
     nan_shows = None
 
     def step(self) -> Step:
-        """See :class:`Node`."""
+        """The function that does it on tensors."""
         return self._step(draw_normal if self.random else mean_of_normal)
 
     def step_with(self, noise: int) -> Step:
@@ -91,11 +91,11 @@ class TanhNormalDraw(Draw):
         return run
 
     def noise(self, reads: Sequence[Tensor]) -> Noise | None:
-        """See :class:`Draw`."""
+        """The noise of one step, where it can be drawn before; None where there is none, or it cannot."""
         return noise_of_normal(reads) if self.random else None
 
     def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
-        """See :class:`Node`."""
+        """Append the calls that do it in NumPy; the results."""
         loc, scale = reads
         z, x = emit_normal(emitter, loc, scale, random=self.random)
         value = emitter.to(np.tanh, x, like=x)

@@ -179,7 +179,7 @@ class RecurrentStep(Node):
         return run
 
     def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
-        """See :meth:`Node.emit`."""
+        """Append the calls that do it in NumPy; the results."""
         rnn = self.of.rnn
         x, *states = reads[:-1] if self.of.restarts else reads
         if type(rnn) not in (nn.GRU, nn.LSTM) or rnn.proj_size:

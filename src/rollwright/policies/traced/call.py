@@ -78,7 +78,7 @@ class FunctionCall(Node):
         return "" if self.known else self.found.why
 
     def settled(self) -> Node:
-        """See :meth:`Node.settled`."""
+        """What runs from the second call on, once ``checked_step()`` has run."""
         return self.found.node or self
 
     def step(self) -> Step:

@@ -122,7 +122,7 @@ class Traced(Node):
         return self._own.get(first) == op.forms[0] and first not in shared
 
     def emit(self, emitter: Emitter, *reads: Array) -> Sequence[Array]:
-        """See :meth:`Node.emit`."""
+        """Append the calls that do it in NumPy; the results."""
         for array, form in zip(reads, self.forms, strict=True):
             if form_of(torch.from_numpy(array)) != form:
                 raise NotNative(f"an entry is {array.dtype} {list(array.shape)}, and was {form[1]} {list(form[0])}")

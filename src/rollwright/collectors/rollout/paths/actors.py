@@ -50,7 +50,7 @@ class FlatActor(Actor):
         self._keys = policy.out_keys
 
     def start(self, steps: int) -> None:
-        """See :meth:`Actor.start`."""
+        """Prepare a rollout."""
         self._policy.start(steps)
         self.varies = self._policy.varies
 
@@ -60,7 +60,7 @@ class FlatActor(Actor):
         return f"native: {self._policy.how}"
 
     def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
-        """See :class:`Actor`."""
+        """What the policy writes: arrays by key, ``[*batch, ...]``."""
         if self._kept:
             root = self._with_kept(root)
         inputs = [root[key] if column is None else full(root[key], column) for key, column in self._in_rows]
@@ -75,7 +75,7 @@ class FlatActor(Actor):
         return {**{key: value.copy() for key, value in self._kept.items()}, **root}
 
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
-        """See :meth:`Actor.compiled`."""
+        """A cheaper actor that does the same."""
         root = self._with_kept(root)
         example = {key: root[key] if column is None else full(root[key], column) for key, column in self._in_rows}
         return FlatActor(compile_policy(self._policy, arguments=arguments, example=example), self._entries)
@@ -97,7 +97,7 @@ class TensorActor(Actor):
         return [torch.from_numpy(value) for value in self._policy(*[value.numpy() for value in inputs])]
 
     def start(self, steps: int) -> None:
-        """See :meth:`Actor.start`."""
+        """Prepare a rollout."""
         self._policy.start(steps)
         self.varies = self._policy.varies
 
@@ -107,7 +107,7 @@ class TensorActor(Actor):
         return f"native: {self._policy.how}"
 
     def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
-        """See :class:`Actor`."""
+        """What the policy writes: arrays by key, ``[*batch, ...]``."""
         outputs = self._call(*self._inputs(root))
         return dict(zip(self._policy.out_keys, outputs, strict=True))
 
@@ -117,7 +117,7 @@ class TensorActor(Actor):
         return [root[key] for key in self._policy.in_keys]
 
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
-        """See :meth:`Actor.compiled`."""
+        """A cheaper actor that does the same."""
         if any(not value.is_cpu for value in root.values()):
             raise NotNative("its entries are on another device.")
         example = {key: value.numpy() for key, value in zip(self._policy.in_keys, self._inputs(root), strict=True)}
@@ -141,14 +141,14 @@ class EnvActions(TensorPolicy):
         self._env, self._batch = env, env.batch_size
 
     def start(self, steps: int) -> None:
-        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        """Prepare a rollout of ``steps`` calls."""
 
     def __call__(self, *inputs: NDArray[Any]) -> Sequence[NDArray[Any]]:
-        """See :class:`~rollwright.policies.ArrayPolicy`."""
+        """The outputs for one step, in memory of their own."""
         return [value.numpy() for value in self.tensors()]
 
     def tensors(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        """See :class:`~rollwright.policies.base.TensorPolicy`."""
+        """As a call, on tensors of the policy's device."""
         drawn = self._env.rand_action(TensorDict({}, batch_size=self._batch, device=self._env.device))
         return [drawn.get(key) for key in self.out_keys]
 
@@ -170,11 +170,11 @@ class CastActor(Actor):
         self.forms: dict[NestedKey, tuple[tuple[int, ...], Any]] = {}
 
     def start(self, steps: int) -> None:
-        """See :meth:`Actor.start`."""
+        """Prepare a rollout."""
         self._actor.start(steps)
 
     def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
-        """See :class:`Actor`."""
+        """What the policy writes: arrays by key, ``[*batch, ...]``."""
         outputs = self._actor(root, ids)
         for key, (shape, dtype) in self.forms.items():
             value = outputs[key]
@@ -182,7 +182,7 @@ class CastActor(Actor):
         return outputs
 
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
-        """See :meth:`Actor.compiled`."""
+        """A cheaper actor that does the same."""
         raise NotNative("Random actions are not compiled.")
 
 
@@ -227,10 +227,10 @@ class TensorDictActor(Actor):
         self._left_out = {*rewards, *stale}
 
     def start(self, steps: int) -> None:
-        """See :meth:`Actor.start`."""
+        """Prepare a rollout."""
 
     def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
-        """See :class:`Actor`."""
+        """What the policy writes: arrays by key, ``[*batch, ...]``."""
         nested: dict[str, Any] = {}
         given: dict[NestedKey, torch.Tensor] = {}
         entries, left_out = self._entries, self._left_out
@@ -260,7 +260,7 @@ class TensorDictActor(Actor):
         }
 
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
-        """See :meth:`Actor.compiled`."""
+        """A cheaper actor that does the same."""
         if not self._compiles:
             return self
         raise NotNative(self._why[:1].upper() + self._why[1:] + ".")
@@ -290,12 +290,12 @@ class UndecidedActor(Actor):
         return self._actor.finite_keys
 
     def start(self, steps: int) -> None:
-        """See :meth:`Actor.start`."""
+        """Prepare a rollout."""
         self._steps = steps
         self._actor.start(steps)
 
     def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
-        """See :class:`Actor`."""
+        """What the policy writes: arrays by key, ``[*batch, ...]``."""
         if self._is_decided:
             return self._actor(root, ids)
         outputs = self._actor(root, ids)
@@ -307,7 +307,7 @@ class UndecidedActor(Actor):
         return outputs
 
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
-        """See :meth:`Actor.compiled`."""
+        """A cheaper actor that does the same."""
         return self._actor.compiled(arguments, root)
 
 

@@ -96,12 +96,12 @@ class ArrayPath(Path):
 
     @property
     def started(self) -> bool:
-        """See :attr:`Path.started`."""
+        """Whether there is a current TensorDict."""
         return self._root is not None
 
     @property
     def current(self) -> TensorDictBase | None:
-        """See :attr:`Path.current`."""
+        """What the next step is taken from, ``[*env]``; None: nothing, a reset comes first."""
         return None if self._root is None else self._as_tensordict(self._root)
 
     @current.setter
@@ -143,11 +143,11 @@ class ArrayPath(Path):
         return current
 
     def reset(self, **kwargs: Any) -> None:
-        """See :meth:`Path.reset`."""
+        """Reset all environments; trajectory ids are to be set next."""
         self._root = {**self._arrays.reset(None, **kwargs), **self._no_flags}
 
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
-        """See :meth:`Path.reset_some`."""
+        """Reset where ``marked``, bool ``[*env]``, says; the other environments go on."""
         if bool(marked.any()):
             root, rows = cast(Values, self._root), marked.numpy()
             self._root = fresh = reset_rows(self._arrays, root, self._no_flags, rows, self._seen(root), **kwargs)
@@ -166,26 +166,26 @@ class ArrayPath(Path):
         return seen
 
     def set_ids(self, ids: torch.Tensor) -> None:
-        """See :meth:`Path.set_ids`."""
+        """Give each environment the id, int64 ``[*env]``, of the trajectory that it is in."""
         self._ids = ids.reshape(self._batch).numpy().copy()
 
     def replace_ids(self, ended: torch.Tensor) -> None:
-        """See :meth:`Path.replace_ids`."""
+        """Give fresh ids where ``ended``, bool ``[*env]``, says."""
         self._replace_ids(ended.reshape(self._batch).numpy())
 
     def compile(self, arguments: Mapping[str, Any]) -> None:
-        """See :meth:`Path.compile`."""
+        """Make the policy cheaper, and warm it up on the current TensorDict."""
         self._policy = self._policy.compiled(arguments, cast(Values, self._root))
         self.how["policy"] = self._policy.how
 
     def check(self) -> None:
-        """See :meth:`Path.check`."""
+        """Test that the environment is what the path was chosen for."""
         self._arrays.check()
 
     # A rollout ----------------------------------------------------------------------------------------
 
     def conform(self, outputs: TensorDictBase | None) -> None:
-        """See :meth:`Path.conform`."""
+        """Give batches of random actions the entries that the policy writes, zero where no action is."""
         if outputs is self._like:
             return
         written = {} if outputs is None else {key: as_array(value) for key, value in entries_or_rows(outputs.cpu())}
@@ -199,7 +199,7 @@ class ArrayPath(Path):
         self._like = outputs
 
     def begin(self, *, random: bool) -> None:
-        """See :meth:`Path.begin`."""
+        """Open a batch, with random actions or with the policy's."""
         self._acting = self._random if random else self._policy
         self.check()
         actor = self._acting
@@ -231,7 +231,7 @@ class ArrayPath(Path):
             raise UnfitOutputs(str(reason)) from reason
 
     def act(self, t: int) -> None:
-        """See :meth:`Path.act`."""
+        """The policy reads observations and writes actions."""
         root = cast(Values, self._root)
         if self._tracks_version:  # the version that acts, whatever is published before the frame is written
             self._acted = self._version() if self._version_of_batch is None else self._version_of_batch
@@ -252,7 +252,7 @@ class ArrayPath(Path):
         root.update(outputs)
 
     def step(self, t: int) -> None:
-        """See :meth:`Path.step`."""
+        """The environment steps; what ended is reset."""
         root = cast(Values, self._root)
         preset = {key: root[full] for full, key in self._presets} if self._presets else _NOTHING
         try:
@@ -282,7 +282,7 @@ class ArrayPath(Path):
             self._hand_over(t, self._written_now(), {"env": str(found)}, Taken(outcome, marked, found.outcome))
 
     def record(self, t: int) -> None:
-        """See :meth:`Path.record`."""
+        """The frame goes into the batch's memory."""
         root, out = cast(Values, self._root), self._out
         for key, row in self._root_rows:
             row[t] = root[key]
@@ -435,7 +435,7 @@ class ArrayPath(Path):
             batch.set(key, NonTensorStack(*values, stack_dim=0, stack_dim_name=batch.names[-1]))
 
     def finish(self, steps: int) -> TensorDictBase:
-        """See :meth:`Path.finish`."""
+        """Close the batch after ``steps`` steps; times that were not taken are zero, their ids -1."""
         block = cast(BatchMemory, self._block)
         self._fill(block, slice(steps))
         batch = block.finish(steps)
@@ -454,7 +454,7 @@ class ArrayPath(Path):
         return self._keeper.finish(batch)
 
     def frame(self, t: int) -> TensorDictBase:
-        """See :meth:`Path.frame`."""
+        """The frame ``[*env]`` of time ``t``, which was recorded last, as the batch will hold it."""
         block = cast(BatchMemory, self._block)
         self._fill(block, slice(t, t + 1))
         return self._frame(block, t)

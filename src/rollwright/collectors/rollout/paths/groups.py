@@ -97,7 +97,7 @@ class GroupedPath(ArrayPath):
         self._waited = 0.0
 
     def compile(self, arguments: Mapping[str, Any]) -> None:
-        """See :meth:`Path.compile`."""
+        """Make the policy cheaper, and warm it up on the current TensorDict."""
         if self._policy in self._at_once:
             return
         root = cast(Values, self._root)
@@ -108,7 +108,7 @@ class GroupedPath(ArrayPath):
         self.how["policy"] = self._policy.how
 
     def reset(self, **kwargs: Any) -> None:
-        """See :meth:`Path.reset`."""
+        """Reset all environments; trajectory ids are to be set next."""
         self._abandon()
         super().reset(**kwargs)
 
@@ -123,7 +123,7 @@ class GroupedPath(ArrayPath):
     # A rollout ----------------------------------------------------------------------------------------
 
     def begin(self, *, random: bool) -> None:
-        """See :meth:`Path.begin`."""
+        """Open a batch, with random actions or with the policy's."""
         self._abandon()
         for group in self._groups:
             group.root = group.part(cast(Values, self._root))
@@ -255,12 +255,12 @@ class GroupedPath(ArrayPath):
         """See :meth:`Path.record`; :meth:`act` does it."""
 
     def frame(self, t: int) -> TensorDictBase:
-        """See :meth:`Path.frame`."""
+        """The frame ``[*env]`` of time ``t``, which was recorded last, as the batch will hold it."""
         self._settle("write")
         return super().frame(t)
 
     def finish(self, steps: int) -> TensorDictBase:
-        """See :meth:`Path.finish`."""
+        """Close the batch after ``steps`` steps; times that were not taken are zero, their ids -1."""
         self._settle()
         self._root = self._joined([group.root for group in self._groups])
         self._out = {} if self._keeper is None else self._joined([group.out for group in self._groups])

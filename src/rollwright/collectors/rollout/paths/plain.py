@@ -144,12 +144,12 @@ class PlainPath(Path):
 
     @property
     def started(self) -> bool:
-        """See :attr:`Path.started`."""
+        """Whether there is a current TensorDict."""
         return self._current is not None
 
     @property
     def current(self) -> TensorDictBase | None:
-        """See :attr:`Path.current`."""
+        """What the next step is taken from, ``[*env]``; None: nothing, a reset comes first."""
         return self._current
 
     @current.setter
@@ -159,17 +159,17 @@ class PlainPath(Path):
         self._current = current
 
     def forget(self) -> None:
-        """See :meth:`Path.forget`."""
+        """Drop the current TensorDict for good: what it came from has changed."""
         self._current = None
         if self._rows is not None:
             self._rows.cursor.forget()
 
     def reset(self, **kwargs: Any) -> None:
-        """See :meth:`Path.reset`."""
+        """Reset all environments; trajectory ids are to be set next."""
         self._current = self._prepared(self._env.reset(**kwargs))
 
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
-        """See :meth:`Path.reset_some`."""
+        """Reset where ``marked``, bool ``[*env]``, says; the other environments go on."""
         current = self._marked(cast(TensorDictBase, self._current), marked)
         self._current = self._prepared(self._env.reset(current, **kwargs))
 
@@ -199,11 +199,11 @@ class PlainPath(Path):
         return current.clear_device_() if self._has_no_device else current
 
     def set_ids(self, ids: torch.Tensor) -> None:
-        """See :meth:`Path.set_ids`."""
+        """Give each environment the id, int64 ``[*env]``, of the trajectory that it is in."""
         cast(TensorDictBase, self._current).set(IDS, ids)
 
     def replace_ids(self, ended: torch.Tensor) -> None:
-        """See :meth:`Path.replace_ids`."""
+        """Give fresh ids where ``ended``, bool ``[*env]``, says."""
         current = cast(TensorDictBase, self._current)
         ids = current.get(IDS)
         fresh = replace_ended(ids, ended, self._ids)
@@ -213,7 +213,7 @@ class PlainPath(Path):
     # A rollout ----------------------------------------------------------------------------------------
 
     def conform(self, outputs: TensorDictBase | None) -> None:
-        """See :meth:`Path.conform`."""
+        """Give batches of random actions the entries that the policy writes, zero where no action is."""
         self._forms, self._outputs = action_forms(self._env, outputs), outputs
 
     def at_random(self, td: TensorDictBase) -> TensorDictBase:
@@ -224,7 +224,7 @@ class PlainPath(Path):
         return acted
 
     def begin(self, *, random: bool) -> None:
-        """See :meth:`Path.begin`."""
+        """Open a batch, with random actions or with the policy's."""
         self._start(random)
         self._without = {}
         if self._rows is not None:
@@ -240,7 +240,7 @@ class PlainPath(Path):
         self._blanks = self._outputs if random else None
 
     def act(self, t: int) -> None:
-        """See :meth:`Path.act`."""
+        """The policy reads observations and writes actions."""
         current = cast(TensorDictBase, self._current)
         if self._rows is not None and (without := self._rows.before_step()):
             self._without[t] = without
@@ -249,11 +249,11 @@ class PlainPath(Path):
             self._current = self._acting(current)
 
     def step(self, t: int) -> None:
-        """See :meth:`Path.step`."""
+        """The environment steps; what ended is reset."""
         self._frame, self._current = self._step(cast(TensorDictBase, self._current))
 
     def record(self, t: int) -> None:
-        """See :meth:`Path.record`."""
+        """The frame goes into the batch's memory."""
         if self._blanks is not None:
             if t == 0:
                 self._blanks = _without(self._blanks, self._frame)
@@ -269,11 +269,11 @@ class PlainPath(Path):
             self._keeper.keep(t, self._frame.get("next"), self._ended)
 
     def frame(self, t: int) -> TensorDictBase:
-        """See :meth:`Path.frame`."""
+        """The frame ``[*env]`` of time ``t``, which was recorded last, as the batch will hold it."""
         return self._recorder.frame(t)
 
     def finish(self, steps: int) -> TensorDictBase:
-        """See :meth:`Path.finish`."""
+        """Close the batch after ``steps`` steps; times that were not taken are zero, their ids -1."""
         batch = self._recorder.finish(steps)
         if self._keeper is not None:
             self._keeper.keep(steps - 1, self._frame.get("next"), ~self._ended)  # no root repeats them in this batch
@@ -300,7 +300,7 @@ class PlainPath(Path):
         return ids if ids is None or self._rows is None else self._rows.row_ids(ids)
 
     def stats(self) -> dict[str, Any]:
-        """See :meth:`Path.stats`."""
+        """What it adds to ``stats()`` of a collector."""
         return {} if self._rows is None else {**self._rows.cursor.stats(), "turns_ahead": 0}
 
 

@@ -46,11 +46,11 @@ class _Restarts(DataCursor):
         self._path, self._env = path, env
 
     def state_dict(self) -> tuple[dict[str, Any], list[str]]:
-        """See :meth:`DataCursor.state_dict`."""
+        """What is in progress, and what of it cannot be saved; None: environment and current TensorDict are all."""
         return {"row_ids": None}, [f"{self._env}: steps are in progress in it, and its environments are reset"]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
-        """See :meth:`DataCursor.load_state_dict`."""
+        """Go on from a saved state."""
         self._path.forget()
 
 
@@ -170,7 +170,7 @@ class PoolPath(Path):
 
     @property
     def started(self) -> bool:
-        """See :attr:`Path.started`."""
+        """Whether there is a current TensorDict."""
         return self._started
 
     @property
@@ -186,7 +186,7 @@ class PoolPath(Path):
         self._batch = []
 
     def forget(self) -> None:
-        """See :meth:`Path.forget`."""
+        """Drop the current TensorDict for good: what it came from has changed."""
         self._drain()
         self.current = None
 
@@ -198,14 +198,14 @@ class PoolPath(Path):
                 env.async_step_and_maybe_reset_recv(env_index=env.busy[:1])
 
     def reset(self, **kwargs: Any) -> None:
-        """See :meth:`Path.reset`."""
+        """Reset all environments; trajectory ids are to be set next."""
         self._drain()
         self._row.clear()
         self._begin(range(self._env.num_envs), list(self._env.reset(**kwargs).unbind(0)))
         self._started = True
 
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
-        """See :meth:`Path.reset_some`."""
+        """Reset where ``marked``, bool ``[*env]``, says; the other environments go on."""
         chosen = marked.reshape(-1).nonzero().reshape(-1).tolist()
         if not chosen:
             return
@@ -221,21 +221,21 @@ class PoolPath(Path):
             self._totals[index], self._held[index] = (0.0, 0), []
 
     def set_ids(self, ids: torch.Tensor) -> None:
-        """See :meth:`Path.set_ids`."""
+        """Give each environment the id, int64 ``[*env]``, of the trajectory that it is in."""
         self._id = ids.reshape(-1).tolist()
 
     def replace_ids(self, ended: torch.Tensor) -> None:
-        """See :meth:`Path.replace_ids`."""
+        """Give fresh ids where ``ended``, bool ``[*env]``, says."""
         for index in ended.reshape(-1).nonzero().reshape(-1).tolist():
             self._id[index] = int(self._ids.take(1)[0])
 
     # A rollout ----------------------------------------------------------------------------------------
 
     def conform(self, outputs: TensorDictBase | None) -> None:
-        """See :meth:`Path.conform`."""
+        """Give batches of random actions the entries that the policy writes, zero where no action is."""
 
     def begin(self, *, random: bool) -> None:
-        """See :meth:`Path.begin`."""
+        """Open a batch, with random actions or with the policy's."""
         if random:
             raise NotNative("environments of a pool take no random actions one by one")
         self._batch = []
@@ -275,15 +275,15 @@ class PoolPath(Path):
             self._held[index] = []
 
     def record(self, t: int) -> None:
-        """See :meth:`Path.record`."""
+        """The frame goes into the batch's memory."""
         self._batch.append(self._row.popleft())
 
     def frame(self, t: int) -> TensorDictBase:
-        """See :meth:`Path.frame`."""
+        """The frame ``[*env]`` of time ``t``, which was recorded last, as the batch will hold it."""
         return self._batch[t].td
 
     def finish(self, steps: int) -> TensorDictBase:
-        """See :meth:`Path.finish`."""
+        """Close the batch after ``steps`` steps; times that were not taken are zero, their ids -1."""
         taken, self._batch = self._batch, []
         self.frames_taken = len(taken)
         self._ended = [each.ended for each in taken if each.ended is not None]
@@ -291,7 +291,7 @@ class PoolPath(Path):
         return batch if self._storing is None else batch.to(self._storing)
 
     def ended(self) -> Sequence[tuple[float, int]]:
-        """See :meth:`Path.ended`."""
+        """Returns and lengths of the trajectories that ended in the last batch; None: the batch shows them."""
         return self._ended
 
     # State --------------------------------------------------------------------------------------------
@@ -301,5 +301,5 @@ class PoolPath(Path):
         return np.asarray([self._row[0].id if self._row else -1], np.int64) if self._started else None
 
     def stats(self) -> dict[str, Any]:
-        """See :meth:`Path.stats`."""
+        """What it adds to ``stats()`` of a collector."""
         return {"turns_ahead": len(self._row) + sum(map(len, self._held)), "environments_busy": len(self._env.busy)}

@@ -117,12 +117,12 @@ class TensorPath(Path):
 
     @property
     def started(self) -> bool:
-        """See :attr:`Path.started`."""
+        """Whether there is a current TensorDict."""
         return self._root is not None
 
     @property
     def current(self) -> TensorDictBase | None:
-        """See :attr:`Path.current`."""
+        """What the next step is taken from, ``[*env]``; None: nothing, a reset comes first."""
         return None if self._root is None else self._as_tensordict(self._root)
 
     @current.setter
@@ -172,11 +172,11 @@ class TensorPath(Path):
         return self._tensors.tensordict({**seen, **self._tags, "_reset": marks})
 
     def reset(self, **kwargs: Any) -> None:
-        """See :meth:`Path.reset`."""
+        """Reset all environments; trajectory ids are to be set next."""
         self._root = {**self._no_flags, **self._tensors.reset(None, **kwargs)}
 
     def reset_some(self, marked: Tensor, **kwargs: Any) -> None:
-        """See :meth:`Path.reset_some`."""
+        """Reset where ``marked``, bool ``[*env]``, says; the other environments go on."""
         if bool(marked.any()):
             marks = marked.reshape((*self._batch, 1)).to(self._tensors.device)
             root = cast(Tensors, self._root)
@@ -196,29 +196,29 @@ class TensorPath(Path):
                 root[key] = torch.where(mask, value, old)
 
     def set_ids(self, ids: Tensor) -> None:
-        """See :meth:`Path.set_ids`."""
+        """Give each environment the id, int64 ``[*env]``, of the trajectory that it is in."""
         self._set_ids(ids.reshape(tuple(self._batch)).cpu().numpy().copy())
 
     def replace_ids(self, ended: Tensor) -> None:
-        """See :meth:`Path.replace_ids`."""
+        """Give fresh ids where ``ended``, bool ``[*env]``, says."""
         where = ended.cpu().numpy().reshape(-1).nonzero()[0]
         ids = self._ids.copy()
         ids.reshape(-1)[where] = self._pool.take(len(where))
         self._set_ids(ids)
 
     def compile(self, arguments: Mapping[str, Any]) -> None:
-        """See :meth:`Path.compile`."""
+        """Make the policy cheaper, and warm it up on the current TensorDict."""
         self._policy = self._policy.compiled(arguments, cast(Tensors, self._root))
         self.how["policy"] = self._policy.how
 
     def check(self) -> None:
-        """See :meth:`Path.check`."""
+        """Test that the environment is what the path was chosen for."""
         self._tensors.check()
 
     # A rollout ----------------------------------------------------------------------------------------
 
     def conform(self, outputs: TensorDictBase | None) -> None:
-        """See :meth:`Path.conform`."""
+        """Give batches of random actions the entries that the policy writes, zero where no action is."""
         if outputs is self._like:
             return
         written = {} if outputs is None else {key: as_tensor(value) for key, value in entries_or_rows(outputs)}
@@ -231,7 +231,7 @@ class TensorPath(Path):
         self._like = outputs
 
     def begin(self, *, random: bool) -> None:
-        """See :meth:`Path.begin`."""
+        """Open a batch, with random actions or with the policy's."""
         before, self._acting = self._acting, self._random if random else self._policy
         self.check()
         self._acting.start(self._steps)
@@ -268,7 +268,7 @@ class TensorPath(Path):
         return self._acting(root, self._ids)
 
     def act(self, t: int) -> None:
-        """See :meth:`Path.act`."""
+        """The policy reads observations and writes actions."""
         root = cast(Tensors, self._root)
         if self._tracks_version:  # the version that acts, whatever is published before the frame is written
             self._tag(self._version() if self._version_of_batch is None else self._version_of_batch)
@@ -297,7 +297,7 @@ class TensorPath(Path):
             ) from reason
 
     def step(self, t: int) -> None:
-        """See :meth:`Path.step`."""
+        """The environment steps; what ended is reset."""
         root = cast(Tensors, self._root)
         try:
             self._out = out = self._tensors.step(self._seen(root))
@@ -315,7 +315,7 @@ class TensorPath(Path):
         self._given = {}
 
     def record(self, t: int) -> None:
-        """See :meth:`Path.record`."""
+        """The frame goes into the batch's memory."""
         root = cast(Tensors, self._root)
         if t == 0:
             self._open()
@@ -324,7 +324,7 @@ class TensorPath(Path):
         self._out_rows.write(t, self._out)
 
     def follow(self, t: int) -> None:
-        """See :meth:`Path.follow`."""
+        """After step ``t`` was recorded: reset what ended, where :meth:`step` has not done it."""
         root, out = cast(Tensors, self._root), self._out
         for key in self._carried:
             root[key] = out[key]
@@ -421,7 +421,7 @@ class TensorPath(Path):
                 memory[key].zero_()
 
     def finish(self, steps: int) -> TensorDictBase:
-        """See :meth:`Path.finish`."""
+        """Close the batch after ``steps`` steps; times that were not taken are zero, their ids -1."""
         block = cast(BatchMemory, self._block)
         self._fill(0, steps)
         batch = block.finish(steps)
@@ -434,7 +434,7 @@ class TensorPath(Path):
         return batch
 
     def frame(self, t: int) -> TensorDictBase:
-        """See :meth:`Path.frame`."""
+        """The frame ``[*env]`` of time ``t``, which was recorded last, as the batch will hold it."""
         self._fill(t, t + 1)
         return cast(BatchMemory, self._block).frame(t)
 

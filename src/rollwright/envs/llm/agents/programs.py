@@ -122,7 +122,7 @@ class CommandRun:
 
     @property
     def function(self) -> Callable[[], Any]:
-        """See :attr:`Program.function`."""
+        """Runs it to its end, and returns its reward, or None; may be a coroutine function."""
         return self._run
 
     def _run(self) -> None:
@@ -175,7 +175,7 @@ class CommandRun:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """See :meth:`Program.stop`."""
+        """End it, as far as that is possible. Called by any thread, before, while and after it runs."""
         with self._lock:
             self._stopped = True
             if self._process is not None:
@@ -192,7 +192,7 @@ class FunctionRun:
 
     @property
     def function(self) -> Callable[[], Any]:
-        """See :attr:`Program.function`."""
+        """Runs it to its end, and returns its reward, or None; may be a coroutine function."""
         agent, given = self._agent, self._given
         called = getattr(agent, "__call__", None)  # noqa: B004
         if not inspect.iscoroutinefunction(agent) and not inspect.iscoroutinefunction(called):

@@ -140,7 +140,7 @@ class AgentSession:
     # From the server and the program ------------------------------------------------------------------
 
     def receive(self, call: Call) -> None:
-        """See :meth:`Conversation.receive`."""
+        """Take a request; answers go to :meth:`Call.take`."""
         for _ in range(call.request.n):
             self._events.put(call)
 

@@ -165,7 +165,7 @@ class FunctionTool(Tool):
         self.timeout_s = timeout_s
 
     def begin(self) -> ToolSession:
-        """See :meth:`Tool.begin`."""
+        """The tool for a new conversation."""
         return _Stateless(self._function)
 
 

@@ -226,6 +226,6 @@ class InterpreterSession(ToolSession):
         return status
 
     def close(self) -> None:
-        """See :meth:`ToolSession.close`."""
+        """The conversation is over."""
         self._closed = True
         self._end()

@@ -58,7 +58,7 @@ class TemplateToolParser(ToolParser):
         self._pattern = re.compile(re.escape(begin) + r"(.*?)" + re.escape(end), re.DOTALL)
 
     def parse(self, text: str) -> ParsedAnswer:
-        """See :meth:`ToolParser.parse`."""
+        """Take an answer apart. A call that cannot be read has an ``error``; it is not an exception."""
         if self.begin not in text:
             return ParsedAnswer(text)
         return _taken_out(self._pattern, text, lambda found: _call_from(found[1].strip()))
@@ -81,7 +81,7 @@ class XMLToolParser(ToolParser):
         self._pattern = re.compile(rf"<{re.escape(tag)}\b([^>]*)>(.*?)</{re.escape(tag)}>", re.DOTALL)
 
     def parse(self, text: str) -> ParsedAnswer:
-        """See :meth:`ToolParser.parse`."""
+        """Take an answer apart. A call that cannot be read has an ``error``; it is not an exception."""
         if f"<{self.tag}" not in text:
             return ParsedAnswer(text)
         return _taken_out(self._pattern, text, lambda found: self._call(found[1], found[2].strip()))
@@ -114,7 +114,7 @@ class JSONToolParser(ToolParser):
     """
 
     def parse(self, text: str) -> ParsedAnswer:
-        """See :meth:`ToolParser.parse`."""
+        """Take an answer apart. A call that cannot be read has an ``error``; it is not an exception."""
         stripped = text.strip()
         if stripped.startswith("```"):
             stripped = re.sub(r"^```\w*\s*|\s*```$", "", stripped)

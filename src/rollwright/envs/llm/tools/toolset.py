@@ -126,7 +126,7 @@ class Toolset:
 
 
 def parse_answer(text: str, prompt: str, parser: ToolParser, reasoning: tuple[str, str] | None) -> ParsedAnswer:
-    """See :meth:`Toolset.parse`."""
+    """Take an answer apart."""
     where = f"the parser {type(parser).__name__}"
     thoughts, rest = ("", text) if reasoning is None else _apart(text, prompt, *reasoning)
     try:

@@ -96,16 +96,16 @@ class VLLMServer(Server):
         return model.get("root") or model["id"], model.get("max_model_len")
 
     def check(self, sampling: Sampling) -> None:
-        """See :class:`Service`."""
+        """Check that the service can sample so."""
         remedy = self._START.format(VLLM_MODES[sampling.log_prob_mode])
         check_mode(sampling.log_prob_mode, self._mode, remedy)
 
     async def label(self) -> str:
-        """See :class:`Service`."""
+        """Of the weights that it has now."""
         return str((await self._http.get("/weight_info"))["weight_version"])
 
     async def answer(self, order: Order) -> Reply:
-        """See :class:`Service`."""
+        """Generate."""
         params = {name: value for name, value in sampling_params(order).items() if value is not None}
         body = {
             "request_id": order.id,
@@ -123,20 +123,20 @@ class VLLMServer(Server):
         return reply_of(order, tokens, [entry["logprob"] for entry in content], spans, found["finish_reason"])
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """See :class:`Service`."""
+        """End orders; their replies come with the tokens so far."""
         named = [f"generate-tokens-{one}" for one in ids]
         await self._http.post("/inference/v1/abort_requests", {"request_ids": named})
 
     async def pause(self) -> None:
-        """See :class:`Service`."""
+        """Sample no further token."""
         await self._http.post("/pause?mode=keep&clear_cache=false")
 
     async def resume(self) -> None:
-        """See :class:`Service`."""
+        """Go on."""
         await self._http.post("/resume")
 
     async def load(self, weights: WeightFiles, label: str, *, rebuild: bool) -> None:
-        """See :class:`Service`."""
+        """Take weights, while paused."""
         kwargs = {"weights_path": str(weights.path)}
         await self._http.post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
         await self.set_label(label)
@@ -144,7 +144,7 @@ class VLLMServer(Server):
             await self._http.post("/reset_prefix_cache?reset_running_requests=true")
 
     async def set_label(self, label: str) -> None:
-        """See :class:`Service`."""
+        """Label the weights that there are."""
         await self._http.post("/update_weight_version", {"new_version": label})
 
 
@@ -165,7 +165,7 @@ class SGLangServer(Server):
         return model["model_path"], info.get("context_length") or info.get("max_context_length")
 
     def check(self, sampling: Sampling) -> None:
-        """See :class:`Service`."""
+        """Check that the service can sample so."""
         restricts = sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.penalises
         if sampling.log_prob_mode == "sampled" and restricts:
             raise ValueError(
@@ -176,11 +176,11 @@ class SGLangServer(Server):
             raise ValueError("log_prob_mode: SGLang gives 'raw' at temperature=1 only. Use 'sampled', or vLLM.")
 
     async def label(self) -> str:
-        """See :class:`Service`."""
+        """Of the weights that it has now."""
         return str((await self._http.get("/get_model_info")).get("weight_version", "default"))
 
     async def answer(self, order: Order) -> Reply:
-        """See :class:`Service`."""
+        """Generate."""
         how = order.sampling
         params = {
             "temperature": how.temperature,
@@ -206,16 +206,16 @@ class SGLangServer(Server):
         return reply_of(order, tokens, [value for _, value in drawn], [(label, len(tokens))], reason)
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """See :class:`Service`."""
+        """End orders; their replies come with the tokens so far."""
         for one in ids:
             await self._http.post("/abort_request", {"rid": one})
 
     async def pause(self) -> None:
-        """See :class:`Service`."""
+        """Sample no further token."""
         await self._http.post("/pause_generation", {"mode": "abort"})
 
     async def resume(self) -> None:
-        """See :class:`Service`."""
+        """Go on."""
         await self._http.post("/continue_generation")
 
     async def load(self, weights: WeightFiles, label: str, *, rebuild: bool) -> None:
@@ -226,7 +226,7 @@ class SGLangServer(Server):
             raise ValueError(f"{self.name} has not loaded {weights.path}: {done.get('message')}")
 
     async def set_label(self, label: str) -> None:
-        """See :class:`Service`."""
+        """Label the weights that there are."""
         await self._http.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
 

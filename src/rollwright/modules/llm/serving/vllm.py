@@ -201,16 +201,16 @@ class _AsyncLLMService(Service):
         self._final = require("vllm.sampling_params", name="RequestOutputKind", extra="llm", purpose="vLLM").FINAL_ONLY
 
     def check(self, sampling: Sampling) -> None:
-        """See :class:`Service`."""
+        """Check that the service can sample so."""
         mode = getattr(self._llm.model_config, "logprobs_mode", "raw_logprobs")
         check_mode(sampling.log_prob_mode, str(mode), "Make the AsyncLLM with it.")
 
     async def label(self) -> str:
-        """See :class:`Service`."""
+        """Of the weights that it has now."""
         return str(await self._watched(self._llm.get_weight_version()))
 
     async def answer(self, order: Order) -> Reply:
-        """See :class:`Service`."""
+        """Generate."""
         prompt = {"prompt_token_ids": order.prompt, "cache_salt": order.salt}
         found = None
         try:
@@ -227,26 +227,26 @@ class _AsyncLLMService(Service):
         return reply_of(order, list(found.token_ids), log_probs, spans, found.finish_reason)
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """See :class:`Service`."""
+        """End orders; their replies come with the tokens so far."""
         await self._watched(self._llm.abort(list(ids)))
 
     async def pause(self) -> None:
-        """See :class:`Service`."""
+        """Sample no further token."""
         await self._watched(self._llm.pause_generation(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:
-        """See :class:`Service`."""
+        """Go on."""
         await self._watched(self._llm.resume_generation())
 
     def carry(self, weights: Any, *, keep: bool) -> Any:
-        """See :class:`Service`."""
+        """Check weights, and bring them to where :meth:`load` takes them."""
         if self._transfer is None or isinstance(weights, str | os.PathLike | WeightFiles):
             return super().carry(weights, keep=keep)
         state = state_of(weights, self.name, self.shapes)
         return {name: value.clone() for name, value in state.items()} if keep else state
 
     async def load(self, weights: Any, label: str, *, rebuild: bool) -> None:
-        """See :class:`Service`."""
+        """Take weights, while paused."""
         if self._transfer is not None and not isinstance(weights, WeightFiles):
             await self._watched(self._transfer.send(weights))
         else:
@@ -257,11 +257,11 @@ class _AsyncLLMService(Service):
             await self._watched(self._llm.reset_prefix_cache(reset_running_requests=True))
 
     async def set_label(self, label: str) -> None:
-        """See :class:`Service`."""
+        """Label the weights that there are."""
         await self._watched(self._llm.update_weight_version(label))
 
     def close(self) -> None:
-        """See :class:`Service`."""
+        """End what the service owns; returns when no process is left."""
         if self._owned and self._llm is not None:
             llm, self._llm = (
                 self._llm,

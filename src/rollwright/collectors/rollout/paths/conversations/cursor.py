@@ -76,7 +76,7 @@ class InProgress(Protocol):
         """Put all back to where a batch began, see :meth:`DataCursor.go_back`; returns what cannot be put back."""
 
     def look_ahead(self) -> None:
-        """See :meth:`DataCursor.look_ahead`."""
+        """Begin what the next rollout begins with, so that :attr:`is_over` says whether there is any."""
 
     def save(self, *, waits: bool, alone: bool) -> Saved:
         """Save what is in progress.
@@ -87,7 +87,7 @@ class InProgress(Protocol):
         """
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`DataCursor.check_state`."""
+        """Raise what :meth:`load_state_dict` would raise of a state of another make; nothing is changed."""
 
     def load(self, state_dict: Mapping[str, Any], names: Names, place: Callable[[], None]) -> None:
         """Go on from what :meth:`save` saved.
@@ -175,7 +175,7 @@ class ConversationCursor(DataCursor):
         self.undelivered.ended(ended)
 
     def delivered(self, ids: Iterable[int] | None = None) -> None:
-        """See :meth:`DataCursor.delivered`."""
+        """Trajectories have reached the consumer, whole."""
         self._partly = self._partly_then()
         self._mark, self._taken = None, {}
         self.undelivered.delivered(ids)
@@ -187,17 +187,17 @@ class ConversationCursor(DataCursor):
         return {origin: at for origin, at in _by_origin(self.progress.begun()).items() if origin in known}
 
     def filtered(self, ids: Iterable[int], reason: str) -> None:
-        """See :meth:`DataCursor.filtered`."""
+        """A complete group of trajectories will not be delivered, and why: on purpose."""
         self.undelivered.filter(ids, reason)
 
     def dropped(self) -> None:
-        """See :meth:`DataCursor.dropped`."""
+        """Trajectories that ended and were not delivered never will be: on purpose."""
         self.undelivered.dropped()
 
     # Nobody gets it -----------------------------------------------------------------------------------
 
     def go_back(self, *, keeps: bool = True) -> bool:
-        """See :meth:`DataCursor.go_back`."""
+        """Nobody gets the last batch, or the one in progress: go on from where it began."""
         if self._mark is None:
             return False
         self.undelivered.take_back()
@@ -238,7 +238,7 @@ class ConversationCursor(DataCursor):
 
     @property
     def is_over(self) -> bool:  # type: ignore[override]
-        """See :attr:`DataCursor.is_over`."""
+        """Whether there is nothing more to give."""
         return self.progress.is_over
 
     @property
@@ -248,15 +248,15 @@ class ConversationCursor(DataCursor):
 
     @property
     def versions(self) -> Mapping[Origin, int]:
-        """See :attr:`DataCursor.versions`."""
+        """Of the weights when conversations were begun that were not delivered, by where they come from."""
         return self.undelivered.versions
 
     def look_ahead(self) -> None:
-        """See :meth:`DataCursor.look_ahead`."""
+        """Begin what the next rollout begins with, so that :attr:`is_over` says whether there is any."""
         self.progress.look_ahead()
 
     def keep_place(self) -> None:
-        """See :meth:`DataCursor.keep_place`."""
+        """:meth:`place` is asked for at any time from now on, and what is in progress is kept for it."""
         self.keeps_place = True
 
     def place(self, ids: Iterable[int] | None = ()) -> dict[str, Any]:
@@ -297,11 +297,11 @@ class ConversationCursor(DataCursor):
         }
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`DataCursor.check_state`."""
+        """Raise what :meth:`load_state_dict` would raise of a state of another make; nothing is changed."""
         self.progress.check_state(state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, ids_are_free: bool) -> None:
-        """See :meth:`DataCursor.load_state_dict`."""
+        """Go on from a saved state."""
         self.forget()
         names = Names(None if ids_are_free else self.fresh_id)
         done: list[Origin] = unpacked(state_dict["cut"]) if "cut" in state_dict else []

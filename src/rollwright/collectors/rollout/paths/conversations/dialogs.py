@@ -160,7 +160,7 @@ class Dialog(InSlot):
     pending: Turn | None = None
 
     def begin(self) -> None:
-        """See :meth:`InSlot.begin`."""
+        """Go to the first prompt; or before it, where an outcome brings that."""
         opening, chain = self.opening, self.chain
         if opening.tokens is not None:
             chain.open(opening.tokens)
@@ -172,17 +172,17 @@ class Dialog(InSlot):
 
     @property
     def has_prompt(self) -> bool:
-        """See :attr:`InSlot.has_prompt`."""
+        """Whether there is a prompt, the first one or a later one."""
         return self.chain.num_prompt > 0
 
     @property
     def has_answer(self) -> bool:
-        """See :attr:`InSlot.has_answer`."""
+        """Whether there is an answer, or may be, that nothing has followed yet."""
         return self.pending is not None
 
     @property
     def stays(self) -> bool:
-        """See :attr:`InSlot.stays`."""
+        """Whether it can be asked again as it is, after a failure; else its environment may have taken a step."""
         return self.has_prompt and not self.has_answer
 
     @property
@@ -284,7 +284,7 @@ class Dialog(InSlot):
             self.messages.extend(outcome.messages)
 
     def failed(self, like: Mapping[str, Any]) -> EndedTurn:
-        """See :meth:`InSlot.failed`."""
+        """End it with the turn that failed, which has no reward; nothing of its turns that are here is trained on."""
         turn, engine = self.pending, self.engine
         if turn is None:
             none = torch.zeros(0, dtype=torch.int64)
@@ -338,7 +338,7 @@ class Dialog(InSlot):
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self, of_environment: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`InSlot.state_dict`."""
+        """The conversation between an outcome and an answer, or at its end, while its last outcome waits for others."""
         messages, pending = self.messages, self.pending
         return {
             **InSlot.state_dict(self, of_environment),
@@ -349,7 +349,7 @@ class Dialog(InSlot):
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """See :meth:`InSlot.load`."""
+        """Go on from what :meth:`state_dict` saved."""
         InSlot.load(self, saved)
         self.chain.load_state_dict(saved["chain"])
         self.chain.transcript.messages = list(saved["messages"])

@@ -256,7 +256,7 @@ class Exchange:
             pass
 
     def end_waits(self, in_s: float) -> None:
-        """See :meth:`TurnPath.end_waits`."""
+        """Wait no longer than ``in_s`` seconds from now on for answers, tools and rewards; called by any thread."""
         self._waits_until = time.monotonic() + in_s
 
     def _check_waits(self) -> None:

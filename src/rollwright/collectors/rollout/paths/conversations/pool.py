@@ -62,7 +62,7 @@ class PooledConversations(ConversationSlots, DataPlace):
     # Conversations ------------------------------------------------------------------------------------
 
     def open(self, slot: int) -> Opening:
-        """See :meth:`ConversationSlots.open`."""
+        """Begin a conversation in a slot; one that was in progress there is dropped."""
         if slot in self._next:
             self._next.discard(slot)
         elif self._begin(slot):
@@ -76,7 +76,7 @@ class PooledConversations(ConversationSlots, DataPlace):
         return self._slot_of(opening.draw.origin) == slot
 
     def load(self, slot: int, opening: Opening, messages: Sequence[Message], state: Mapping[str, Any]) -> None:
-        """See :meth:`ConversationSlots.load`."""
+        """Go on with a conversation that was saved; an empty ``state``: begin it again."""
         if not state:
             self._begin(slot, _name(opening.draw.origin, self.num_slots))
             self._reset(slot)
@@ -105,7 +105,7 @@ class PooledConversations(ConversationSlots, DataPlace):
         self.roots.pop(slot, None)
 
     def clear(self) -> None:
-        """See :meth:`ConversationSlots.clear`."""
+        """Take the conversations out of all slots, for others to be begun or loaded; their groups lack none of them."""
         for slot in range(self.num_slots):
             self._take_out(slot)
 
@@ -135,7 +135,7 @@ class PooledConversations(ConversationSlots, DataPlace):
         return Opening(PromptDraw(replace(origin, group=origin.group * self.num_slots + slot), {}))
 
     def state(self, slot: int) -> dict[str, Any]:
-        """See :meth:`ConversationSlots.state`."""
+        """What the conversation of a slot needs to go on, beside its messages; between outcome and answer."""
         self.tell(slot)
         self._places[slot], progress, reason = self._env.call(slot, "save_conversation")
         if reason is not None:
@@ -148,20 +148,20 @@ class PooledConversations(ConversationSlots, DataPlace):
         return origin.group % self.num_slots
 
     def delivered(self, origin: Origin) -> None:
-        """See :meth:`DataPlace.delivered`."""
+        """The conversation from ``origin`` has reached the consumer, whole; or it was dropped on purpose."""
         self._done[self._slot_of(origin)].append(_name(origin, self.num_slots))
 
     def claim(self, origin: Origin) -> None:
-        """See :meth:`DataPlace.claim`."""
+        """The conversation from ``origin`` was saved and goes on: it is not drawn again; after a load."""
         self._claimed[self._slot_of(origin)].append(_name(origin, self.num_slots))
 
     def group_size(self, origin: Origin) -> int:
-        """See :meth:`DataPlace.group_size`."""
+        """Conversations of the group of ``origin`` that were not delivered before the last load."""
         sizes: list[int] = self._env.repeats
         return sizes[self._slot_of(origin)]
 
     def divided(self, states: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-        """See :meth:`DataPlace.divided`."""
+        """Places of ``count`` parts of the data, behind all that was delivered of the parts that it had before."""
         raise ValueError("what is in progress belongs to the environment of one worker.")
 
     def look(self, slot: int) -> None:
@@ -189,7 +189,7 @@ class PooledConversations(ConversationSlots, DataPlace):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`DataPlace.load_state_dict`."""
+        """Go on from a place in the data."""
         self.check_state(state_dict)
         for slot, (place, done) in enumerate(zip(state_dict["envs"], state_dict["done"], strict=True)):
             self._env.call(slot, "load_place", unpacked(place))
@@ -257,7 +257,7 @@ class PoolExchange:
                 dialog.asked = dialog.slot in busy
 
     def step(self) -> None:
-        """See :meth:`TurnTaker.step`."""
+        """Take what follows the answers, until there are turns for the batch."""
         dialogs = self._dialogs
         while dialogs.lack_turns():
             self.act()
@@ -310,7 +310,7 @@ class PoolExchange:
             dialog.asked = False
 
     def follow_all(self) -> None:
-        """See :meth:`TurnTaker.follow_all`."""
+        """Wait for steps, tools and rewards that are in progress."""
         while self._steps.env.busy:
             self._receive()
 
@@ -318,7 +318,7 @@ class PoolExchange:
         """See :meth:`TurnTaker.end_waits`: a step has a limit of its own."""
 
     def stats(self) -> dict[str, Any]:
-        """See :meth:`TurnTaker.stats`."""
+        """What it adds to ``stats()``."""
         return {"environments_busy": len(self._steps.env.busy)}
 
     def close(self) -> None:

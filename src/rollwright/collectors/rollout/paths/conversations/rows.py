@@ -154,19 +154,19 @@ class ConversationRows:
 
     @property
     def is_over(self) -> bool:
-        """See :attr:`InProgress.is_over`."""
+        """Whether there is nothing to go on with."""
         return self._slots.is_over
 
     def delivered(self) -> None:
-        """See :meth:`InProgress.delivered`."""
+        """A batch has reached the consumer."""
 
     def begun(self) -> list[Opening]:
-        """See :meth:`InProgress.begun`."""
+        """Conversations in which something was asked, and which go on, or have turns that were not taken."""
         slots = self._slots
         return [at for at, goes_on in zip(slots.openings, slots.in_progress, strict=True) if at is not None and goes_on]
 
     def interrupt(self) -> list[Opening]:
-        """See :meth:`InProgress.interrupt`."""
+        """Take all out, with the turns of the current batch; returns what nobody got."""
         ended, self._ended = list(self._ended.values()), {}
         return [*ended, *self._slots.interrupted()]
 

@@ -65,7 +65,7 @@ class TurnTaker(Protocol):
         """Wait for steps, tools and rewards that are in progress."""
 
     def end_waits(self, in_s: float) -> None:
-        """See :meth:`TurnPath.end_waits`."""
+        """Wait no longer than ``in_s`` seconds from now on for answers, tools and rewards; called by any thread."""
 
     def stats(self) -> dict[str, Any]:
         """What it adds to ``stats()``."""
@@ -372,7 +372,7 @@ class Dialogs(Generic[T]):
             self._begin(dialog.slot, self.undelivered.load(dialog.slot, dialog.opening), dialog.id)
 
     def delivered(self) -> None:
-        """See :meth:`InProgress.delivered`."""
+        """A batch has reached the consumer."""
         self.wake()
 
     def wake(self) -> None:
@@ -406,16 +406,16 @@ class Dialogs(Generic[T]):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """See :attr:`InProgress.sizes`."""
+        """Rows of a batch and slots, where another number of workers can go on; None: it cannot."""
         return len(self.rows), len(self.slots)
 
     @property
     def is_over(self) -> bool:
-        """See :attr:`InProgress.is_over`."""
+        """Whether there is nothing to go on with."""
         return self._data_is_over and not any(self.rows) and not any(True for _ in self)
 
     def begun(self) -> list[Opening]:
-        """See :meth:`InProgress.begun`."""
+        """Conversations in which something was asked, and which go on, or have turns that were not taken."""
         ahead = [each.opening for each in itertools.chain(*self.rows)]
         return ahead + [dialog.opening for dialog in self if not dialog.is_untouched]
 
@@ -425,7 +425,7 @@ class Dialogs(Generic[T]):
         return [each.opening for each in turns if each is not None] + [dialog.opening for dialog in self]
 
     def interrupt(self) -> list[Opening]:
-        """See :meth:`InProgress.interrupt`."""
+        """Take all out, with the turns of the current batch; returns what nobody got."""
         found = self._openings(self.batch)
         self._clear()
         self.batch, self.started = [], False
@@ -517,7 +517,7 @@ class Dialogs(Generic[T]):
         return [opening for opening in since if opening.draw.origin not in kept]
 
     def save(self, *, waits: bool, alone: bool) -> Saved:
-        """See :meth:`InProgress.save`."""
+        """Save what is in progress."""
         if alone:
             return Saved({"dialogs": [], "rows": packed([[] for _ in self.rows]), "row_ids": None})
         unsaved: list[str] = []
@@ -555,7 +555,7 @@ class Dialogs(Generic[T]):
             )
 
     def load(self, state_dict: Mapping[str, Any], names: Names, place: Callable[[], None]) -> None:
-        """See :meth:`InProgress.load`."""
+        """Go on from what :meth:`save` saved."""
         place()
         for row, turns in zip(self.rows, unpacked(state_dict["rows"]), strict=True):
             row.extend(replace(each, id=names.of(each.id)) for each in turns)

@@ -73,7 +73,7 @@ class TurnPath(Path):
 
     @property
     def started(self) -> bool:
-        """See :attr:`Path.started`."""
+        """Whether there is a current TensorDict."""
         return self._dialogs.started
 
     @property
@@ -87,7 +87,7 @@ class TurnPath(Path):
         self.cursor.start_over()
 
     def forget(self) -> None:
-        """See :meth:`Path.forget`."""
+        """Drop the current TensorDict for good: what it came from has changed."""
         self.cursor.forget()
 
     def reset(self, **kwargs: Any) -> None:
@@ -101,17 +101,17 @@ class TurnPath(Path):
             )
 
     def reset_some(self, marked: torch.Tensor, **kwargs: Any) -> None:
-        """See :meth:`Path.reset_some`."""
+        """Reset where ``marked``, bool ``[*env]``, says; the other environments go on."""
         self._dialogs.renew(marked.reshape(-1).nonzero().reshape(-1).tolist())
 
     def set_ids(self, ids: torch.Tensor) -> None:
-        """See :meth:`Path.set_ids`."""
+        """Give each environment the id, int64 ``[*env]``, of the trajectory that it is in."""
         for dialog, number in zip(self._dialogs.slots, ids.reshape(-1).tolist(), strict=True):
             if dialog is not None:
                 dialog.id = number
 
     def replace_ids(self, ended: torch.Tensor) -> None:
-        """See :meth:`Path.replace_ids`."""
+        """Give fresh ids where ``ended``, bool ``[*env]``, says."""
         for slot in ended.reshape(-1).nonzero().reshape(-1).tolist():
             if (dialog := self._dialogs.slots[slot]) is not None:
                 dialog.id = self.cursor.fresh_id()
@@ -126,10 +126,10 @@ class TurnPath(Path):
     # A rollout ----------------------------------------------------------------------------------------
 
     def conform(self, outputs: TensorDictBase | None) -> None:
-        """See :meth:`Path.conform`."""
+        """Give batches of random actions the entries that the policy writes, zero where no action is."""
 
     def begin(self, *, random: bool) -> None:
-        """See :meth:`Path.begin`."""
+        """Open a batch, with random actions or with the policy's."""
         if random:
             raise NotNative("conversations take no random actions")
         self.cursor.begin(self._dialogs.mark())
@@ -148,20 +148,20 @@ class TurnPath(Path):
 
     @property
     def goes_on(self) -> bool:
-        """See :attr:`Path.goes_on`."""
+        """Whether the next batch begins with what an error has left of the last one."""
         return self._dialogs.intact
 
     def record(self, t: int) -> None:
-        """See :meth:`Path.record`."""
+        """The frame goes into the batch's memory."""
         if any(self._dialogs.rows):
             self._dialogs.batch.append([row.popleft() if row else None for row in self._dialogs.rows])
 
     def frame(self, t: int) -> TensorDictBase:
-        """See :meth:`Path.frame`."""
+        """The frame ``[*env]`` of time ``t``, which was recorded last, as the batch will hold it."""
         return self._records.frame(self._dialogs.batch[t])
 
     def finish(self, steps: int) -> TensorDictBase:
-        """See :meth:`Path.finish`."""
+        """Close the batch after ``steps`` steps; times that were not taken are zero, their ids -1."""
         if not self._dialogs.batch:
             self._dialogs.raise_of_all(NothingLeft())
         times = self._dialogs.take_batch()
@@ -176,7 +176,7 @@ class TurnPath(Path):
         return batch if self._storing is None else batch.to(self._storing)
 
     def ended(self) -> Sequence[tuple[float, int]]:
-        """See :meth:`Path.ended`."""
+        """Returns and lengths of the trajectories that ended in the last batch; None: the batch shows them."""
         return self._ended
 
     # State --------------------------------------------------------------------------------------------
@@ -186,12 +186,12 @@ class TurnPath(Path):
         return self._dialogs.row_ids() if self._dialogs.started else None
 
     def stats(self) -> dict[str, Any]:
-        """See :meth:`Path.stats`."""
+        """What it adds to ``stats()`` of a collector."""
         ahead = {"turns_ahead": self._dialogs.num_ahead()}
         return {**self.cursor.stats(), **ahead, **self._dialogs.taker.stats()}
 
     def close(self) -> None:
-        """See :meth:`Path.close`."""
+        """End what is in progress."""
         self._dialogs.taker.close()
         if (trace := self.cursor.undelivered.trace) is not None:
             trace.close()
