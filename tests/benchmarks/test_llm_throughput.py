@@ -32,3 +32,11 @@ def test_rates_are_the_best_of_all_rounds_and_of_the_same_work() -> None:
         throughput.rates({"one": side}, 8, 1)
     row = throughput.rows_of("tiny", 4, {throughput.OURS: 2000.0, throughput.PEER: 1000.0})
     assert row == ["tiny, batch 4", "2,000", "1,000", "2.00", "yes"]
+
+
+@pytest.mark.parametrize("kind", [throughput.ENVIRONMENT, throughput.TOOL])
+def test_a_wait_follows_each_answer_and_all_run_beside_each_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STEP_S": 0.0, "ANSWER_S": 0.0, "LONGEST": 4}.items():
+        monkeypatch.setattr(throughput, name, value)
+    seconds = throughput.waiting(kind, 0.2, 32)
+    assert 0.2 * (throughput.TURNS - 1) <= seconds < 0.1 * 32 * throughput.TURNS  # one after another: twice as much

@@ -101,13 +101,20 @@ class FakeVLLM(FakeServer):
     """What ``vllm serve`` with ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out`` does."""
 
     mode = "processed_logprobs"
+    device, divides = "cpu", False
 
     def models(self, body: Any) -> Any:
         return {"data": [{"id": "m", "root": str(self.folder), "max_model_len": 512}]}
 
     def server_info(self, body: Any) -> Any:
         assert body["config_format"] == "json"
-        return {"vllm_config": {"model_config": {"logprobs_mode": self.mode}}}
+        return {
+            "vllm_config": {
+                "model_config": {"logprobs_mode": self.mode},
+                "device_config": {"device_type": self.device},
+                "scheduler_config": {"enable_chunked_prefill": self.divides},
+            }
+        }
 
     def weight_info(self, body: Any) -> Any:
         return {"weight_version": self.run(self.service.label())}

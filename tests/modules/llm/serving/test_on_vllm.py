@@ -19,9 +19,10 @@ import pytest
 import torch
 from tests.llm_models import model, tokenizer
 
+from benchmarks import llm_updates
 from rollwright.data.llm.turns import FinishReason
 from rollwright.errors import EngineLostError
-from rollwright.modules.llm import AsyncVLLM, Replicas, Request, Sampling, vLLMWrapper
+from rollwright.modules.llm import AsyncVLLM, Replicas, Request, Sampling
 from rollwright.testing.engines import ENGINE_CHECKS, EngineCase
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -69,8 +70,8 @@ def llm(folder: str) -> Iterator[Any]:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    quiet = {"disable_log_stats": True, "use_tqdm_on_load": False}
-    made = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, logprobs_mode="processed_logprobs", **ARGS, **quiet))
+    rest = {"disable_log_stats": True, "use_tqdm_on_load": False, "enable_chunked_prefill": False}
+    made = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, logprobs_mode="processed_logprobs", **ARGS, **rest))
     yield made
     made.shutdown()
 
@@ -81,6 +82,7 @@ def address(folder: str) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     arguments = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--block-size", "32"]
+    arguments += ["--no-enable-chunked-prefill"]
     arguments += [
         "--enable-scale-out",
         "--logprobs-mode",
@@ -169,44 +171,21 @@ if __name__ == "__main__":
         time.sleep(0.5)
 
 
-class _Asks:
-    def __init__(self, row: Any) -> None: ...
+@pytest.mark.parametrize(("cache", "updates", "turns"), [("keep", 200, 1360)])
+def test_nothing_is_lost_where_weights_change_while_conversations_run(
+    llm: Any, models: list[Any], cache: str, updates: int, turns: int
+) -> None:
+    policy = llm_updates.on_vllm(llm)
+    found = llm_updates.run(policy, models, tokenizer(), updates=updates, turns=turns, cache=cache)
+    FIGURES[f"collected, cache={cache!r}"] = found
+    assert llm_updates.wrong(found, cache) == []
+    assert found["boundaries"] == turns - turns // 4
+    assert found["turns of several versions"] > 0
 
-    def reply(self, messages: Any) -> tuple[str, float, bool]:
-        return "and then?", 0.0, False
 
-
-def test_a_wrapper_in_a_collector_trains_on_the_tokens_that_were_sampled(llm: Any, models: list[Any]) -> None:
-    from rollwright.collectors.llm import LLMCollector
-    from rollwright.envs.llm import ChatEnv
-    from rollwright.modules.llm import token_log_probs
-
-    env = ChatEnv.from_dataloader(
-        [{"text": "two plus three"}, {"text": "ten"}],
-        tokenizer=tokenizer(),
-        batch_size=4,
-        epochs=None,
-        max_turns=3,
-        environment=_Asks,
-        input_mode="history",
-    )
-    policy = vLLMWrapper(AsyncVLLM(llm), generate_kwargs={"max_new_tokens": 8}, input_mode="history")
-    policy.engine.update_weights(models[0], 0)
-    turns = 0
-    with LLMCollector(env, policy, dialog_turns_per_batch=12, total_dialog_turns=120, async_envs=True) as collector:
-        for number, batch in enumerate(collector):
-            for row in batch.unbind(0):
-                tokens, response = row["tokens", "full"], row["tokens", "response"]
-                stamps = row["tokens", "policy_version"]
-                with torch.no_grad():
-                    lm = models[int(stamps[-1]) % 2]
-                    logits = lm(tokens[None]).logits[0, len(tokens) - len(response) - 1 : -1]
-                expected = token_log_probs(logits, response, Sampling())
-                if len(set(stamps.tolist())) == 1:
-                    assert (row["log_probs", "response"] - expected).abs().max() < 1e-4
-                turns += 1
-            collector.update_policy_weights_(models[(number + 1) % 2])
-    assert turns >= 120
+def test_prompts_that_may_be_divided_are_refused_on_a_cpu(folder: str) -> None:
+    with pytest.raises(ValueError, match="enable_chunked_prefill: expected False on a CPU"):
+        AsyncVLLM(folder, enable_chunked_prefill=True, **ARGS)
 
 
 def test_replicas_of_unequal_kind(llm: Any, address: str, models: list[Any]) -> None:

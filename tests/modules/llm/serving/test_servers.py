@@ -113,3 +113,11 @@ def test_wrappers_take_addresses(folder: Path, server: FakeVLLM) -> None:
     with pytest.raises(ValueError, match="SGLang gives log-probabilities before top_k"):
         SGLangWrapper(other.address, generate_kwargs={"top_k": 5})
     other.close()
+
+
+def test_a_server_that_divides_prompts_on_a_cpu_is_refused(server: FakeVLLM) -> None:
+    server.divides = True
+    with pytest.raises(ValueError, match=r"enable_chunked_prefill: expected False on a CPU.*--no-enable-chunked-pre"):
+        AsyncVLLM.connect(server.address)
+    server.device = "cuda"
+    AsyncVLLM.connect(server.address).close()

@@ -14,7 +14,14 @@ from rollwright.modules.llm.serving.async_engine import AsyncEngine
 from rollwright.modules.llm.serving.http import HttpClient, RefusedError
 from rollwright.modules.llm.serving.loop import shared_loop
 from rollwright.modules.llm.serving.service import ABORTED, Order, Reply, Service
-from rollwright.modules.llm.serving.vllm_params import VLLM_MODES, check_mode, ids_in, reply_of, sampling_params
+from rollwright.modules.llm.serving.vllm_params import (
+    VLLM_MODES,
+    check_mode,
+    check_prefill,
+    ids_in,
+    reply_of,
+    sampling_params,
+)
 from rollwright.modules.llm.serving.weight_files import WeightFiles, shapes_in
 
 _FIRST_S = 120.0  # for a server to describe itself
@@ -86,7 +93,10 @@ class VLLMServer(Server):
             info = await self._http.get("/server_info?config_format=json")
         except RefusedError as error:
             raise ValueError(f"address: {self.name} takes no weights. {self._START.format('...')}") from error
-        self._mode = str(info["vllm_config"]["model_config"]["logprobs_mode"])
+        config = info["vllm_config"]
+        self._mode = str(config["model_config"]["logprobs_mode"])
+        divides = config.get("scheduler_config", {}).get("enable_chunked_prefill", False)
+        check_prefill(config.get("device_config", {}).get("device_type", ""), divides)
         try:
             await self._http.post("/inference/v1/generate", {})
         except RefusedError as error:

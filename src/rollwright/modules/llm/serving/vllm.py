@@ -18,7 +18,14 @@ from rollwright.modules.llm.serving.replicas import Replicas
 from rollwright.modules.llm.serving.servers import VLLMServer
 from rollwright.modules.llm.serving.service import Order, Reply, Service
 from rollwright.modules.llm.serving.transfer import WeightTransfer
-from rollwright.modules.llm.serving.vllm_params import VLLM_MODES, check_mode, ids_in, reply_of, sampling_params
+from rollwright.modules.llm.serving.vllm_params import (
+    VLLM_MODES,
+    check_mode,
+    check_prefill,
+    ids_in,
+    reply_of,
+    sampling_params,
+)
 from rollwright.modules.llm.serving.weight_files import WeightFiles, shapes_in, state_of
 
 _LOOK_S = 0.5  # after which it is looked whether the process lives
@@ -86,6 +93,13 @@ class AsyncVLLM(AsyncEngine):
             raise TypeError(
                 f"{sorted(engine_args)}: expected only with the name of a model, got {type(model).__name__}."
             )
+        try:
+            config = model.vllm_config
+            check_prefill(config.device_config.device_type, config.scheduler_config.enable_chunked_prefill)
+        except ValueError:
+            if owned:
+                model.shutdown()
+            raise
         service = _AsyncLLMService(model, tokenizer, owned=owned)
         handler = model.output_handler
         loop = None if handler is None or handler.done() else LoopThread(handler.get_loop())
@@ -163,9 +177,10 @@ def import_vllm() -> Any:
 def _started(model: str, engine_args: Mapping[str, Any]) -> Any:
     vllm = import_vllm()
     kind = require("vllm.v1.engine.async_llm", name="AsyncLLM", extra="llm", purpose="an engine of vLLM")
-    arguments = vllm.AsyncEngineArgs(
-        model=model, **{"disable_log_stats": True, "use_tqdm_on_load": False, **engine_args}
-    )
+    defaults: dict[str, Any] = {"disable_log_stats": True, "use_tqdm_on_load": False}
+    if require("vllm.platforms", name="current_platform", extra="llm", purpose="an engine of vLLM").is_cpu():
+        defaults["enable_chunked_prefill"] = False  # see check_prefill
+    arguments = vllm.AsyncEngineArgs(model=model, **{**defaults, **engine_args})
     try:
         return kind.from_engine_args(arguments)
     except RuntimeError as error:

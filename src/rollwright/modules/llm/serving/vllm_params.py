@@ -20,6 +20,20 @@ def check_mode(mode: LogProbMode, given: str, remedy: str) -> None:
         raise ValueError(f"log_prob_mode: {mode!r} needs logprobs_mode={wanted!r}, got {given!r}. {remedy}")
 
 
+def check_prefill(device: str, divides: bool) -> None:
+    """Check that vLLM does not divide prompts on a CPU, where that ends its process: each request has a seed.
+
+    Raises:
+        ValueError: it may.
+    """
+    if device == "cpu" and divides:
+        raise ValueError(
+            "enable_chunked_prefill: expected False on a CPU, got True. There, vLLM's process ends when it divides a "
+            "prompt whose request has a seed. Pass enable_chunked_prefill=False, or start the server with "
+            "--no-enable-chunked-prefill."
+        )
+
+
 VLLM_MODES: dict[LogProbMode, str] = {"sampled": "processed_logprobs", "raw": "raw_logprobs"}
 """What vLLM calls the modes."""
 
