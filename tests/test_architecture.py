@@ -50,12 +50,12 @@ BUDGETS = {
     "cli": (2702, 2254),
     "collectors": (2385, 2090),
     "collectors/distributed": (265, 185),
-    "collectors/delivery": (2040, 2000),
+    "collectors/delivery": (2046, 2011),
     "collectors/evaluation": (1440, 1245),  # conversations, too
     "collectors/llm": (580, 504),  # Ray has a class of its own
     "collectors/reports": (460, 465),
     "collectors/rollout": (5935, 5740),
-    "collectors/workers": (3300, 3080),
+    "collectors/workers": (3323, 3104),
     "collectors/workers/remote": (1350, 1320),
     "data": (4220, 3895),
     "data/datasets": (930, 800),

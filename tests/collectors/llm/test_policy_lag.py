@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
+import torch
 from tests.collectors.llm.fakes import FakeEngine, FakeEnv, FakePolicy
 from tests.collectors.llm.shares import answers, buffer, chats, turns
 from tests.collectors.llm.test_groups import even, groups_of
@@ -136,6 +138,31 @@ def test_a_buffer_gets_nothing_that_is_too_old():
 def test_a_bound_that_cannot_be_met_is_an_error_at_construction(options, message):
     with pytest.raises(ValueError, match=message):
         make(max_policy_lag=0, **options)
+
+
+def uneven():
+    made = FakePolicy()
+    made.engine = Uneven(longest=12)
+    return made
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_workers_drop_and_count_what_has_older_tokens(kind):
+    options = {"num_collectors": 2, "max_policy_lag": 1, "policy_lag": "drop", "track_policy_version": True}
+    ages, found = [], []
+    env = partial(FakeEnv, 8, prompts=16, repeats=2)
+    with LLMCollector(env, policy_factory=uneven, **options, **OPTIONS[kind]) as collector:
+        for batch in collector:
+            ages.append(collector.policy_version - int(batch["oldest_policy_version"].min()))
+            found += groups_of(batch)
+            collector.update_policy_weights_({"weight": torch.ones(1)})
+        stats = collector.stats()
+    too_old = stats["groups_filtered"]["older than max_policy_lag=1"]
+    assert 0 <= min(ages) <= max(ages) == 1
+    assert too_old
+    assert len(found) == len(set(found))
+    repeats = 2 if kind == "groups" else 1
+    assert len(found) + repeats * too_old + len(stats["conversations_unfinished"]) == 32
 
 
 def test_prompts_that_take_turns_need_room():

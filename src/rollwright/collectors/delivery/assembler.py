@@ -444,13 +444,16 @@ class GroupAssembler(TrajectoryAssembler):
         self._groups.extendleft(reversed(groups.values()))
 
 
-def oldest_version(found: Trajectory) -> int:
-    """Of the weights that sampled the first token of a conversation, which is its oldest."""
+def oldest_version(found: Trajectory) -> int | None:
+    """Of the weights that sampled the first token of a conversation, which is its oldest; None: it is not known."""
     piece = found.pieces[0]
     first: Any = piece.frames.rows(piece.start, piece.start + 1)[0]
     flat = first.get("tokens_policy_version", None)
-    versions = first.get(("tokens", "policy_version")) if flat is None else flat
-    return int(versions[0]) if len(versions) else int(first.get("policy_version"))
+    versions = first.get(("tokens", "policy_version"), None) if flat is None else flat
+    if not isinstance(versions, torch.Tensor) or not len(versions):
+        stamp = first.get("policy_version", None)
+        return int(stamp) if isinstance(stamp, torch.Tensor) and not stamp.ndim else None
+    return int(versions[0])
 
 
 def origin_of(found: Trajectory) -> Origin:

@@ -291,7 +291,7 @@ class RolloutDelivery(Delivery):
         """Complete groups that are not too old, the oldest first; and note the ages of these and of all others."""
         options, cursor = self.rollout.options, self.rollout.cursor
         first = self.rollout.acting.version - (options.max_policy_lag or 0)
-        aged = [(min(map(oldest_version, group)), group) for group in groups]
+        aged = [(_oldest(group) or 0, group) for group in groups]
         for version, group in aged:
             if version < first:
                 cursor.filtered([each.id for each in group], f"older than max_policy_lag={options.max_policy_lag}")
@@ -446,10 +446,21 @@ class Batches(RolloutDelivery):
                 taken.append(found)
 
 
+def _oldest(group: Sequence[Trajectory]) -> int | None:
+    """The version of the oldest token of some conversations; None: it is not known."""
+    versions = [oldest_version(each) for each in group]
+    return min((each for each in versions if each is not None), default=None)
+
+
 class TrajectoryBatches(RolloutDelivery):
-    """Yields a number of complete trajectories at a time, in the order in which they ended."""
+    """Yields a number of complete trajectories at a time, in the order in which they ended.
+
+    Attributes:
+        oldest: version of the oldest token of each that :meth:`next_of_rollout` has given last; None: not known.
+    """
 
     assembler: TrajectoryAssembler
+    oldest: Sequence[int | None] = ()
     num_batches = None
 
     @property
@@ -509,11 +520,13 @@ class TrajectoryBatches(RolloutDelivery):
         """The trajectories (or groups) that are complete after one more rollout, each ``[length]``."""
         self.collect_trajectories()
         handed, popped = [], []
+        oldest: list[int | None] = []
         self._check_oversampling()
         try:
             while self.assembler.num_complete:
                 found = self.assembler.pop(1)  # of groups: all of one
                 popped += found
+                oldest.append(_oldest(found) if self.rollout.cursor.offers_again else None)
                 handed.append(self._hand_out(copied([piece for each in found for piece in self.pieces_of(each)])))
         except BaseException:
             self.give_back(popped)
@@ -521,4 +534,5 @@ class TrajectoryBatches(RolloutDelivery):
         if popped:
             self._kept = self._filtered = 0
             self.rollout.cursor.delivered(trajectory.id for trajectory in popped)
+        self.oldest = oldest
         return handed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -137,6 +137,8 @@ class MultiLLMCollector(MultiCollector):
         found: dict[str, Any] = {**_before_a_rollout(), **super().stats()}
         backlog = self._backlog
         held = dict.fromkeys(origin for turns in self._schedule.trajectories_held for origin in origins_in(turns))
+        if self._schedule.filtered:
+            found["groups_filtered"] = dict(Counter(found["groups_filtered"]) + self._schedule.filtered)
         if held:
             found["conversations_undelivered"] += len(held)
             names = [origin.name for origin in held]

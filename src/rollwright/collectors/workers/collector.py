@@ -218,6 +218,7 @@ class WorkerCollector(Reachable):
             place=self._place() if self.options.replay_buffer is None else None,
             of_path=rollout.path.stats() or None,
             names=names,
+            oldest_tokens=tuple(getattr(delivery, "oldest", ())),
         )
 
     def _sorted(self, batch: Any) -> tuple[bool, Any, tuple[NestedKey, ...], dict[NestedKey, tuple[int, ...]]]:

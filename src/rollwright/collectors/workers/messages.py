@@ -180,6 +180,7 @@ class Collected(NamedTuple):
         place: see :class:`Position`; of what is written into a replay buffer, :class:`Publishes` has it.
         of_path: what the path of the worker adds to ``stats()``.
         names: of the batch's dimensions, where a hook or ``postproc`` has changed them.
+        oldest_tokens: versions of the oldest token of each of the trajectories in ``rest``, where they are known.
     """
 
     run: int
@@ -197,6 +198,7 @@ class Collected(NamedTuple):
     place: bytes | None = None
     of_path: Mapping[str, Any] | None = None
     names: tuple[str | None, ...] | None = None
+    oldest_tokens: tuple[int | None, ...] = ()
 
     @classmethod
     def nothing(cls, run: int, version: int, of_path: Mapping[str, Any]) -> Collected:

@@ -72,7 +72,8 @@ class WorkerOptions:
             again in new trajectories. If you publish faster than before, ``"wait"`` may drop, too. An ``LLMCollector``
             in one process keeps both by the oldest token of a conversation, if you update once a batch: it begins no
             more conversations than it can deliver in time, and with ``"wait"`` a batch waits for those that would be
-            too old in the next one. What is too old is counted in ``stats()["groups_filtered"]``.
+            too old in the next one. What is too old is counted in ``stats()["groups_filtered"]``. With workers,
+            ``"drop"`` judges whole conversations by their oldest token, too, and ``"wait"`` rollouts.
         max_batches_held: batches that you may hold as views of shared memory (with ``sync=False``, batches of one
             worker). Further ones are copies.
         shutdown_timeout: seconds that workers have to end by themselves.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,6 +44,11 @@ class Pending(NamedTuple):
     made: Any
     results: Sequence[Result]
     shaped: bool = False
+
+
+def _oldest_of(result: Result) -> Sequence[int | None]:
+    """Versions of the oldest tokens of the trajectories of a rollout; None: they are not known."""
+    return result.found.oldest_tokens or [None] * len(result.rest or ())
 
 
 class Schedule:
@@ -85,6 +90,8 @@ class Schedule:
         self._taker: int | None = None  # thread that has asked for a batch last
         self._taken_at: float | None = None
         self._trajectories: deque[TensorDictBase] = deque()
+        self._oldest: deque[int | None] = deque()  # versions of the oldest tokens of these, where they are known
+        self.filtered: Counter[str] = Counter()  # trajectories (or groups) that were too old, by reason
         self._pending: list[Pending] = []
         self._handed: list[Result] = []  # what the last batch that was delivered was made of, without their data
         self.frames_stale = self.num_copied = self.batches = 0
@@ -105,7 +112,7 @@ class Schedule:
             return True
         if self._trajs_per_batch is None or self.stored:
             return self._more() and (not self._may_end or self._take(stop))
-        while len(self._trajectories) < self._trajs_per_batch:
+        while self._num_in_time() < self._trajs_per_batch:
             if not self._more() or not self._take(stop):
                 return False
         return True
@@ -170,6 +177,7 @@ class Schedule:
         made = self._made_of(results)
         if self._trajs_per_batch is not None and not self.stored:
             self._trajectories.extend(made)
+            self._oldest.extend(each for result in results for each in _oldest_of(result))
             self._release(results)
         else:
             self._pending.append(Pending(made, results))
@@ -185,9 +193,23 @@ class Schedule:
         """Make a batch of trajectories."""
         with uninterrupted:
             taken = [self._trajectories.popleft() for _ in range(count)]
+            self._oldest = deque(list(self._oldest)[count:])
             pieces = [[RowRange(HeldBatch.of(td, len(td)), 0, len(td))] for td in taken]
             made = pad(pieces) if self._padded else concatenate([piece for [piece] in pieces])
             self._pending.append(Pending(made, ()))
+
+    def _num_in_time(self) -> int:
+        """Trajectories that can be delivered, without those whose oldest token is too old, where these are dropped."""
+        limit = self._staleness.limit
+        with self._group.lock:
+            if limit is not None and self._staleness.drops and any(each is not None for each in self._oldest):
+                first = max(self._staleness.versions()) - limit
+                pairs = list(zip(self._trajectories, self._oldest, strict=True))
+                kept = [(td, oldest) for td, oldest in pairs if oldest is None or oldest >= first]
+                if len(kept) < len(pairs):
+                    self.filtered[f"older than max_policy_lag={limit}"] += len(pairs) - len(kept)
+                self._trajectories, self._oldest = deque(td for td, _ in kept), deque(oldest for _, oldest in kept)
+            return len(self._trajectories)
 
     def _more(self) -> bool:
         """Whether anything is still to come."""
@@ -213,7 +235,8 @@ class Schedule:
             with self._group.lock:
                 versions = self._staleness.versions()  # while the rollouts are here, whoever publishes waits for them
                 results = strategy.next_rollouts()
-                if self._staleness.too_stale(results, versions):
+                by_token = self._staleness.drops and any(result.found.oldest_tokens for result in results)
+                if not by_token and self._staleness.too_stale(results, versions):
                     strategy.remove(results)
                     self._drop(results)
                     continue
@@ -351,6 +374,7 @@ class Schedule:
             if not self.stored:  # what is in the buffer stays there
                 self.rollouts.frames -= sum(result.found.frames for result in old)
             self._trajectories.clear()
+            self._oldest.clear()
             self._pending.clear()
             self.rollouts.over.clear()
 
@@ -371,6 +395,8 @@ class Schedule:
             "waiting": [{"worker": result.worker, "held": _saved(batch_of(result))} for result in waiting],
             "kept": [td_state(pending.made) for pending in kept],
             "trajectories": [td_state(td) for td in self._trajectories],
+            "oldest": list(self._oldest),
+            "filtered": dict(self.filtered),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -379,6 +405,8 @@ class Schedule:
         for saved in state_dict["waiting"]:
             self.strategy.add(restored(saved["worker"], _loaded(saved["held"]), self._devices[saved["worker"]]))
         self._trajectories.extend(cast(Any, td_from(td)) for td in state_dict["trajectories"])
+        self._oldest.extend(state_dict.get("oldest", [None] * len(self._trajectories)))
+        self.filtered = Counter(state_dict.get("filtered", {}))
         self._pending.extend(Pending(td_from(td), (), shaped=True) for td in state_dict.get("kept", ()))
 
     def _undelivered(self) -> list[Result]:
