@@ -21,6 +21,7 @@ from tests.collectors.workers.processes import gone, wait_until
 from tests.patience import patient
 from tests.ray_cluster import attached
 
+from rollwright.collectors import Evaluator
 from rollwright.collectors.llm import LLMCollector, RayLLMCollector
 from rollwright.data import RaggedStorage, RayReplayBuffer
 from rollwright.errors import MissingExtraError, WorkerError
@@ -194,6 +195,16 @@ def test_actors_fill_a_ragged_buffer_in_an_actor(build):
         assert all(name in wanted for name in turns(sample))
     finally:
         buffer.shutdown()
+
+
+def test_held_out_prompts_are_evaluated_in_an_actor(cluster):
+    options = {"policy_factory": FakePolicy, "num_trajectories": None, "seed": 3}
+    with Evaluator(ENV, backend="ray", backend_options={"remote_configs": {"num_cpus": 1}}, **options) as there:
+        found = there.evaluate()
+    with Evaluator(ENV, **options) as evaluator:
+        wanted = evaluator.evaluate()
+    assert found["eval/num_episodes"] == 48
+    assert found["eval/returns"] == wanted["eval/returns"]
 
 
 # What is wrong at construction --------------------------------------------------------------------------------------
