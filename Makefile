@@ -4,7 +4,7 @@ SEED   ?= 0
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo demo-llm test test-openai test-vllm lint format types doctest docs bench clean
+.PHONY: help demo demo-llm test test-openai test-vllm lint format types doctest docs bench bench-learning clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,10 @@ bench: .venv/.all ## measure frames per second, beside other packages (BENCH=--q
 	$(BIN)/python -m benchmarks.llm_turns
 	$(BIN)/python -m benchmarks.llm_losses
 	$(BIN)/python -m benchmarks.returns $(filter-out --no-peers,$(BENCH))
+
+bench-learning: .venv/.all .venv-bench-sb3/.made ## learn, beside Stable-Baselines3 (hours)
+	.venv-bench-sb3/bin/python -m pip --disable-pip-version-check install sb3-contrib==2.9.2 mujoco==3.17.0 imageio
+	$(BIN)/python -m benchmarks.learning
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist docs/_build docs/reference/classes src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

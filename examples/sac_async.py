@@ -4,20 +4,21 @@
 
 Soft actor-critic with a learned temperature (Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905). A thread of this
 process collects, or so many processes as ``--workers`` says. The buffer's limiter keeps both sides at one pace, however
-fast the machine is: a frame is drawn ``SAMPLES_PER_INSERT`` times on average. Two runs with one seed are alike and not
-equal, for timing decides with which weights a step is taken. Stops when test episodes without noise have the mean
-return of the goal (-150 is about the most), or at Ctrl-C.
+fast the machine is. Two runs with one seed are alike and not equal, for timing decides with which weights a step is
+taken. With ``--sync``, frames are collected and learned from in turns, and in one process they are equal. Stops when
+test episodes without noise have the mean return of the goal (-150 is about the most).
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
-import time
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
+from common import Common, Run, parse
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -27,9 +28,28 @@ from rollwright.collectors import Collector
 from rollwright.data import LazyTensorStorage, SampleToInsertRatio, TensorDictReplayBuffer
 from rollwright.envs import GymEnv
 
-NUM_ENVS, FRAMES_PER_ROLLOUT, BATCH, CAPACITY, WARM_UP = 4, 32, 256, 100_000, 1_024
-SAMPLES_PER_INSERT, MARGIN, UPDATES_PER_PUBLICATION, UPDATES_PER_TEST = 128.0, 32_768.0, 16, 500
-GAMMA, LEARNING_RATE, TARGET_RATE, LARGEST_ACTION, STEPS, TEST_EPISODES = 0.99, 1e-3, 0.01, 2.0, 200, 20
+LARGEST_ACTION, STEPS, TEST_EPISODES = 2.0, 200, 20
+
+
+@dataclass
+class Settings(Common):
+    """Settings of this example."""
+
+    total_frames: Annotated[int, "stop after this many frames"] = 60_000
+    goal: Annotated[float, "stop at this mean return"] = -200.0
+    env: Annotated[str, "task of gymnasium"] = "Pendulum-v1"
+    num_envs: Annotated[int, "environments, in all workers"] = 4
+    workers: Annotated[int, "processes that collect; 0: this one"] = 0
+    sync: Annotated[bool, "collect and learn in turns"] = False
+    frames_per_round: Annotated[int, "frames between two rounds of updates"] = 32
+    updates_per_round: Annotated[int, "updates; then the policy that acts is renewed"] = 16
+    batch: Annotated[int, "frames of an update"] = 256
+    capacity: Annotated[int, "frames in the buffer"] = 100_000
+    warm_up: Annotated[int, "random frames before the first update"] = 1_024
+    learning_rate: Annotated[float, "of Adam"] = 1e-3
+    gamma: Annotated[float, "discount"] = 0.99
+    target_rate: Annotated[float, "how far the slow critics move in an update"] = 0.01
+    frames_per_test: Annotated[int, "frames between two tests"] = 1_000
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
@@ -62,89 +82,87 @@ def values(critics: nn.ModuleList, observation: torch.Tensor, action: torch.Tens
 class Learner:
     """An actor, two critics with slow copies, the temperature, and how they learn."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.actor, self.critics = Actor(), nn.ModuleList([network(4, 1), network(4, 1)])
-        self.slow_critics, self.log_temperature = copy.deepcopy(self.critics), nn.Parameter(torch.zeros(()))
-        self.parts = [[*self.actor.parameters()], [*self.critics.parameters()], [self.log_temperature]]
-        self.optimizer = torch.optim.Adam([{"params": part} for part in self.parts], lr=LEARNING_RATE, fused=True)
+        self.slow_critics = copy.deepcopy(self.critics)
+        self.temperature = nn.ParameterList([torch.zeros(())])  # its logarithm
+        modules = {"actor": self.actor, "critics": self.critics, "temperature": self.temperature}
+        self.learned = [[*module.parameters()] for module in modules.values()]
+        self.optimizer = torch.optim.Adam(
+            [{"params": part} for part in self.learned], lr=settings.learning_rate, fused=True
+        )
+        self.parts = {**modules, "slow_critics": self.slow_critics, "optimizer": self.optimizer}
 
     def step(self, batch: TensorDictBase) -> None:
         """One update on a batch ``[n]``: no value follows a termination; after a truncation, the slow critics' does."""
-        observation, outcome, temperature = batch["observation"], batch["next"], self.log_temperature.detach().exp()
+        observation, outcome, temperature = batch["observation"], batch["next"], self.temperature[0].detach().exp()
         with torch.no_grad():
             action, log_prob = self.actor(outcome["observation"])
             worth = values(self.slow_critics, outcome["observation"], action).amin(-1, keepdim=True)
-            wanted = outcome["reward"] + GAMMA * ~outcome["terminated"] * (worth - temperature * log_prob)
+            wanted = outcome["reward"] + self.settings.gamma * ~outcome["terminated"] * (worth - temperature * log_prob)
         error = (values(self.critics, observation, batch["action"]) - wanted).pow(2).mean(0).sum()
         action, log_prob = self.actor(observation)
         gain = (values(self.critics, observation, action).amin(-1, keepdim=True) - temperature * log_prob).mean()
         entropy_over = -log_prob.detach().mean() + 1  # the target is -1, for one dimension of action
-        for part, loss in zip(self.parts, (-gain, error, self.log_temperature * entropy_over), strict=True):
+        for part, loss in zip(self.learned, (-gain, error, self.temperature[0] * entropy_over), strict=True):
             for parameter, gradient in zip(part, torch.autograd.grad(loss, part), strict=True):
                 parameter.grad = gradient
         self.optimizer.step()
         for slow, fast in zip(self.slow_critics.parameters(), self.critics.parameters(), strict=True):
-            slow.data.lerp_(fast.data, TARGET_RATE)
+            slow.data.lerp_(fast.data, self.settings.target_rate)
 
 
-def train(seed: int, workers: int, total_frames: int, goal: float) -> tuple[list[int], list[float], bool]:
-    """Frames and mean returns at each test, and whether the goal was reached."""
-    torch.manual_seed(seed)
-    learner, tests = Learner(), GymEnv("Pendulum-v1", num_envs=TEST_EPISODES)
-    best = TensorDictModule(learner.actor.best, in_keys=["observation"], out_keys=["action"])
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(CAPACITY),
-        batch_size=BATCH,
-        limiter=SampleToInsertRatio(SAMPLES_PER_INSERT, margin=MARGIN, min_size=WARM_UP),
-        shared=workers > 0,
-    )
-    collector = Collector(
-        lambda: GymEnv("Pendulum-v1", num_envs=NUM_ENVS),
+def make_collector(learner: Learner, buffer: TensorDictReplayBuffer, settings: Settings) -> Collector:
+    name, share = settings.env, settings.num_envs // max(settings.workers, 1)
+    return Collector(
+        lambda: GymEnv(name, num_envs=share),
         TensorDictModule(learner.actor, in_keys=["observation"], out_keys=["action", "_"]),
-        frames_per_batch=FRAMES_PER_ROLLOUT,
-        init_random_frames=WARM_UP,
+        frames_per_batch=settings.frames_per_round // (1 if settings.sync else max(settings.workers, 1)),
+        total_frames=settings.in_batches(settings.frames_per_round) if settings.sync else -1,
+        init_random_frames=settings.warm_up,
         replay_buffer=buffer,
-        **({"num_collectors": workers, "sync": False} if workers else {}),
+        **({"num_collectors": settings.workers, "sync": settings.sync} if settings.workers else {}),
     )
-    collector.set_seed(seed)
-    start, frames, returns = time.perf_counter(), [0], [-math.inf]
-    collector.start()
-    try:
-        while returns[-1] < goal and frames[-1] < total_frames:
-            for i in range(UPDATES_PER_TEST):
-                learner.step(buffer.sample())  # waits until the collector has stored what is to be drawn
-                if i % UPDATES_PER_PUBLICATION == 0:
-                    collector.update_policy_weights_()
-            tests.set_seed(seed)
-            frames.append(buffer.write_count)
-            returns.append(tests.rollout(STEPS, best)["next", "reward"].sum(1).mean().item())
-            line = f"{frames[-1]:,} frames, mean return {returns[-1]:.1f}, {time.perf_counter() - start:.0f} s"
-            print(line, flush=True)
-    except KeyboardInterrupt:
-        print("interrupted")
-    finally:
-        collector.async_shutdown()
-    return frames[1:], returns[1:], returns[-1] >= goal
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=0, help="processes that collect; 0: a thread of this process")
-    parser.add_argument("--total-frames", type=int, default=60_000)
-    parser.add_argument("--goal", type=float, default=-200.0)
-    parser.add_argument("--plot", type=Path, default=None, help="where to leave a picture of the learning curve")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    frames, returns, reached = train(given.seed, given.workers, given.total_frames, given.goal)
-    if given.plot is not None:
-        from matplotlib import pyplot as plt
+def train(settings: Settings) -> Run:
+    torch.manual_seed(settings.seed)
+    learner, tests = Learner(settings), GymEnv(settings.env, num_envs=TEST_EPISODES)
+    best = TensorDictModule(learner.actor.best, in_keys=["observation"], out_keys=["action"])
+    drawn = settings.updates_per_round * settings.batch
+    ratio = SampleToInsertRatio(drawn / settings.frames_per_round, margin=8 * drawn, min_size=settings.warm_up)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(settings.capacity),
+        batch_size=settings.batch,
+        limiter=None if settings.sync else ratio,
+        shared=settings.workers > 0,
+    )
 
-        plt.plot(frames, returns)
-        plt.title("Pendulum-v1, SAC: mean return by frames")
-        plt.savefig(given.plot, dpi=120)
-    return 0 if reached else 1
+    def test(stats: Mapping[str, Any]) -> float | None:
+        last = run.curve[-1][0] if run.curve else settings.warm_up
+        if stats["frames"] < last + settings.frames_per_test:
+            return None
+        tests.set_seed(settings.seed)
+        return tests.rollout(STEPS, best)["next", "reward"].sum(1).mean().item()
+
+    run = Run(
+        settings,
+        collector := make_collector(learner, buffer, settings),
+        {**learner.parts, "buffer": buffer},
+        measure=test,
+        background=not settings.sync,
+    )
+    for _ in run:
+        if settings.sync and len(buffer) < settings.warm_up:
+            continue
+        for _ in range(settings.updates_per_round):
+            learner.step(buffer.sample())
+        collector.update_policy_weights_()
+    tests.close()
+    return run
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    torch.set_num_threads(1)
+    raise SystemExit(0 if train(parse(Settings)).reached else 1)
