@@ -8,7 +8,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-
 from benchmarks.learning.__main__ import draw, read, rows_of
 from benchmarks.learning.tasks import SIDES, TASKS
 
