@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollwright._memory import ALIGNMENT, Layout, Loan, Segment, aligned, in_numpy
+from rollwright._memory import ALIGNMENT, Borrowed, Layout, Segment, aligned, in_numpy
 
 DTYPES = {value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
 DENSE = sorted((dtype for dtype in DTYPES if not re.search("bits|q|int[1-7]$|x2", str(dtype))), key=str)
@@ -85,7 +85,7 @@ def test_a_layout_without_elements_needs_no_memory(entries):
 
 def test_memory_is_borrowed_until_the_last_tensor_of_a_layout_is_gone():
     layout = Layout.of([("a", (2,), torch.float32), ("b", (2,), torch.bfloat16)])
-    loan = Loan(memoryview(bytearray(layout.end)))
+    loan = Borrowed(memoryview(bytearray(layout.end)))
     tensors = layout.tensors(loan.borrow())
     assert loan.borrow() is loan.borrow()
     kept = tensors["b"][1:]

@@ -67,7 +67,7 @@ def _total_bytes() -> int | None:
         return None
 
 
-class Loan:
+class Borrowed:
     """Says whether anything still reads memory that was borrowed.
 
     Whatever is made of the view that :meth:`borrow` returns keeps it alive: tensors (``torch.frombuffer``), views of
@@ -78,12 +78,12 @@ class Loan:
 
     Example:
         >>> import torch
-        >>> loan = Loan(memoryview(bytearray(64)))
-        >>> row = torch.frombuffer(loan.borrow(), dtype=torch.float32)[:4]
-        >>> loan.borrowed
+        >>> memory = Borrowed(memoryview(bytearray(64)))
+        >>> row = torch.frombuffer(memory.borrow(), dtype=torch.float32)[:4]
+        >>> memory.borrowed
         True
         >>> del row
-        >>> loan.borrowed
+        >>> memory.borrowed
         False
     """
 
@@ -144,7 +144,7 @@ class Slab:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.field = Field("", tuple(shape), dtype)
         memory = memoryview(cast(Any, torch.empty(self.field.num_bytes, dtype=torch.uint8, device="cpu").numpy()))
-        self._loan = Loan(memory)
+        self._borrowed = Borrowed(memory)
         self._base = EntryMemory.over(self.field.tensor(memory))
 
     @property
@@ -155,7 +155,7 @@ class Slab:
     @property
     def borrowed(self) -> bool:
         """Whether anything still reads the memory."""
-        return self._loan.borrowed
+        return self._borrowed.borrowed
 
     def borrow(self) -> EntryMemory:
         """The memory; what it holds is left over from before.
@@ -167,7 +167,7 @@ class Slab:
             raise RuntimeError(
                 "This slab is borrowed. Wait until the last tensor over it is gone, or take another one."
             )
-        return EntryMemory(self.field.tensor(self._loan.borrow()), self._base.array)
+        return EntryMemory(self.field.tensor(self._borrowed.borrow()), self._base.array)
 
 
 class MemoryPool:

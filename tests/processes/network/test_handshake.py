@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from rollwright._processes.network import handshake
+from rollwright._processes.network.channel import NetworkChannel
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake, connect_to
-from rollwright._processes.network.line import Line
 
 SECRET = b"only the two of us know this"
 
@@ -51,7 +51,7 @@ def test_both_sides_prove_that_they_know_the_secret(server):
     about, end = greeted(server)
     assert about["group"] == 3
     assert about["host"] == socket.gethostname()
-    assert isinstance(end, Line)
+    assert isinstance(end, NetworkChannel)
     end.close()
 
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from rollwright._processes.network import line as line_module
-from rollwright._processes.network.line import BackgroundReader
+from rollwright._processes.network import channel as channel_module
+from rollwright._processes.network.channel import BackgroundReader
 
 LIMIT_S = 20
 
@@ -51,7 +51,7 @@ def test_what_arrives_is_read_while_the_program_does_not(inbox):
 
 
 def test_it_rests_while_the_program_reads(inbox, monkeypatch):
-    monkeypatch.setattr(line_module, "_ABSENT_S", 30.0)
+    monkeypatch.setattr(channel_module, "_ABSENT_S", 30.0)
     reader = BackgroundReader(inbox.mine.fileno(), inbox.read)
     reader.program_reads()
     inbox.theirs.send(b"1")

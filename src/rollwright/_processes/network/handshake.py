@@ -18,7 +18,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from rollwright._processes.files import is_file_limit, raise_file_limit
-from rollwright._processes.network.line import Keys, Line
+from rollwright._processes.network.channel import Keys, NetworkChannel
 
 SECRET = "ROLLWRIGHT_SECRET"
 """The environment variable that holds the secret of a run."""
@@ -172,11 +172,11 @@ class IncomingHandshake:
         if other:
             self.refuse(f"both sides need the same versions, and found {', '.join(other)}")
 
-    def accept(self) -> Line:
-        """Let the other side in; the line is the caller's."""
-        line = Line(self.end, None if self._is_local else _keys(self._secret, self._nonce, self._theirs))
+    def accept(self) -> NetworkChannel:
+        """Let the other side in; the channel is the caller's."""
+        channel = NetworkChannel(self.end, None if self._is_local else _keys(self._secret, self._nonce, self._theirs))
         self._answer({"accepted": True, "is_local": self._is_local})
-        return line
+        return channel
 
     def refuse(self, why: str, *, for_now: bool = False) -> None:
         """Send the other side away.
@@ -206,7 +206,7 @@ def connect_to(
     *,
     listens_within_s: float | None = None,
     role: str = "collector",
-) -> Line:
+) -> NetworkChannel:
     """Connect to a collector or another listener, and prove to each other that both know the secret.
 
     Args:
@@ -218,7 +218,7 @@ def connect_to(
         role: what is to answer, for messages.
 
     Returns:
-        A line, whose messages are authenticated unless both sides say that they are on one machine.
+        A channel, whose messages are authenticated unless both sides say that they are on one machine.
 
     Raises:
         HandshakeRefused: the collector has refused, or what answers is none; RefusedForNow: it may be asked again, or
@@ -249,7 +249,7 @@ def connect_to(
         if "refused" in verdict:
             kind = RefusedForNow if verdict.get("for_now") else HandshakeRefused
             raise kind(f"the {role} at {_str(address)} has refused: {verdict['refused']}.")
-        return Line(end, None if verdict["is_local"] else Keys(*reversed(_keys(secret, nonce, mine))))
+        return NetworkChannel(end, None if verdict["is_local"] else Keys(*reversed(_keys(secret, nonce, mine))))
     except BaseException:
         end.close()
         raise

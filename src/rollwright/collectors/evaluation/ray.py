@@ -19,8 +19,8 @@ from rollwright._keys import NestedKey, as_tuple
 from rollwright._options import names_of, refuse_unknown
 from rollwright._processes.channel import ByValue, ChannelClosed, dumps
 from rollwright._processes.connection import NOTHING, ExceptionInfo
+from rollwright._processes.network.channel import MessageForged, NetworkChannel
 from rollwright._processes.network.handshake import Listener, connect_to, parse_address
-from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.network.ray import ObjectActor, RaySession, check_cluster, check_remote_config, configs_of
 from rollwright._processes.network.sources import with_sources
 from rollwright._tensors import as_tensor
@@ -102,7 +102,7 @@ class RayBackend(ProcessBackend):
         step_timeout_s: float,
     ) -> None:
         self._launcher = launcher
-        secret, joined = secrets.token_hex(32).encode(), list[Line]()
+        secret, joined = secrets.token_hex(32).encode(), list[NetworkChannel]()
         listener = Listener(address, secret, lambda greeting, about: joined.append(greeting.accept()))
         self._host = launcher.launch(0, listener.address, secret)
         try:
@@ -130,7 +130,9 @@ class RayBackend(ProcessBackend):
         return how
 
 
-def _await(joined: list[Line], listener: Listener, host: Any, progress: EvaluationProgress, timeout_s: float) -> None:
+def _await(
+    joined: list[NetworkChannel], listener: Listener, host: Any, progress: EvaluationProgress, timeout_s: float
+) -> None:
     """Wait for the actor to connect and to prove what it must."""
     until = time.monotonic() + timeout_s
     while not joined:
@@ -154,10 +156,10 @@ def _wait(fd: int, timeout_s: float) -> None:
     poll.poll(timeout_s * 1e3)
 
 
-class _LineChannel:
+class _EvaluationChannel:
     """Messages over a line, sent and received as by a :class:`~rollwright._processes.channel.Channel`."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: NetworkChannel) -> None:
         self._line, self._arrived = line, deque[Any]()
         self.post, self.close = line.post, line.close
 
@@ -193,7 +195,7 @@ class _LineChannel:
             pass
 
 
-class _Actor(_LineChannel):
+class _Actor(_EvaluationChannel):
     """The connection to the actor; see :class:`~rollwright._processes.connection.Connection`.
 
     Args:
@@ -204,7 +206,7 @@ class _Actor(_LineChannel):
 
     name, host, pid, behind = "rollwright-evaluator", "a Ray actor", None, False
 
-    def __init__(self, line: Line, host: Any, progress: EvaluationProgress) -> None:
+    def __init__(self, line: NetworkChannel, host: Any, progress: EvaluationProgress) -> None:
         super().__init__(line)
         self._host, self._progress = host, progress
         self._forged: str | None = None
@@ -259,7 +261,7 @@ class _Actor(_LineChannel):
 def serve_evaluations(address: tuple[str, int], secret: bytes, group: int) -> None:
     """What the actor's process runs: evaluations, until the other side hangs up."""
     line = connect_to(address, secret, {"group": group}, _JOIN_S)
-    channel, progress = _LineChannel(line), EvaluationProgress()
+    channel, progress = _EvaluationChannel(line), EvaluationProgress()
     threading.Thread(target=_beat, args=(line, progress), name="rollwright-beat", daemon=True).start()
     try:
         progress.begin()
@@ -278,7 +280,7 @@ def serve_evaluations(address: tuple[str, int], secret: bytes, group: int) -> No
         line.close()
 
 
-def _beat(line: Line, progress: EvaluationProgress) -> None:
+def _beat(line: NetworkChannel, progress: EvaluationProgress) -> None:
     """Report frames while there are more; silence means that there are none."""
     shown = 0
     while True:

@@ -14,7 +14,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from rollwright._keys import NestedKey
-from rollwright._memory import EntryMemory, Field, FreeList, Layout, Loan, MemoryPool, Segment, aligned, check_fits
+from rollwright._memory import Borrowed, EntryMemory, Field, FreeList, Layout, MemoryPool, Segment, aligned, check_fits
 from rollwright.data.transcript import ReceivedTranscripts, SentGrowth, SentTranscripts, Transcript
 
 Join = Literal["stack", "first", "time", "alone"]
@@ -125,21 +125,21 @@ class BlockMemory(MemoryPool):
         self._segment, self._ask = segment, ask
         self._form: BatchForm | None = None
         self._place: BlockPart | None = None
-        self._mapped: dict[int, tuple[Loan, dict[NestedKey, torch.Tensor]]] = {}
+        self._mapped: dict[int, tuple[Borrowed, dict[NestedKey, torch.Tensor]]] = {}
         self._bases: dict[NestedKey, torch.Tensor] = {}
-        self._loans: dict[int, Loan] = {}
+        self._in_use: dict[int, Borrowed] = {}
         self._offset: int | None = None
-        self._loan: Loan | None = None
+        self._borrowed: Borrowed | None = None
         self.windows: dict[NestedKey, torch.Tensor] = {}
 
     def begin(self, offset: int | None, number: int) -> None:
         """Begin a rollout, for which the block at ``offset``, of a numbered layout, is free; None: there is none."""
         known = self._place is not None and self._place.number == number
-        self._offset, self.windows, self._loan = offset if known else None, {}, None
+        self._offset, self.windows, self._borrowed = offset if known else None, {}, None
 
     def reserve(self, fields: Mapping[NestedKey, Any], env: tuple[int, ...], steps: int) -> None:
         """Prepare for a batch, before the first :meth:`take` of it."""
-        if self._loan is not None or any(field.device.type != "cpu" for field in fields.values()):
+        if self._borrowed is not None or any(field.device.type != "cpu" for field in fields.values()):
             return  # a second block in one rollout, of another form: it travels as a whole
         form = BatchForm(tuple((key, tuple(f.shape), f.dtype) for key, f in fields.items()), tuple(env), steps)
         if form != self._form or self._offset is None or self._place is None:
@@ -150,10 +150,10 @@ class BlockMemory(MemoryPool):
         offset, (layout, _, _, part) = self._offset, self._place
         if offset not in self._mapped:
             memory = self._segment.map(offset, max(1, layout.num_bytes))
-            self._mapped[offset] = Loan(memory), layout.part_of(memory, part)
-        self._loan, self._bases = self._mapped[offset]
-        self._loans[offset] = self._loan
-        self.windows = layout.part_of(self._loan.borrow(), part)
+            self._mapped[offset] = Borrowed(memory), layout.part_of(memory, part)
+        self._borrowed, self._bases = self._mapped[offset]
+        self._in_use[offset] = self._borrowed
+        self.windows = layout.part_of(self._borrowed.borrow(), part)
 
     def take(self, place: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> EntryMemory:
         """Memory that nothing reads, allocated where there is none; slabs of another shape or dtype are dropped."""
@@ -164,9 +164,9 @@ class BlockMemory(MemoryPool):
 
     def end(self) -> tuple[int, ...]:
         """End the rollout; offsets of the blocks that something here still reads."""
-        self.windows, self._loan = {}, None
-        self._loans = {offset: loan for offset, loan in self._loans.items() if loan.borrowed}
-        return tuple(self._loans)
+        self.windows, self._borrowed = {}, None
+        self._in_use = {offset: memory for offset, memory in self._in_use.items() if memory.borrowed}
+        return tuple(self._in_use)
 
 
 class Packed(NamedTuple):
@@ -308,21 +308,21 @@ class Block:
         self.runs: set[int] = set()
         self.readers: set[int] = set()
         segment.grow(offset + layout.num_bytes)
-        self._loan = Loan(segment.map(offset, max(1, layout.num_bytes)))
+        self._borrowed = Borrowed(segment.map(offset, max(1, layout.num_bytes)))
 
     @property
     def borrowed(self) -> bool:
         """Whether the consumer holds tensors of it."""
-        return self._loan.borrowed
+        return self._borrowed.borrowed
 
     @property
     def free(self) -> bool:
         """Whether it may be written."""
-        return not (self.runs or self.readers or self._loan.borrowed)
+        return not (self.runs or self.readers or self._borrowed.borrowed)
 
     def borrow(self) -> dict[NestedKey, torch.Tensor]:
         """Its entries, for the consumer."""
-        return self.layout.tensors(self._loan.borrow())
+        return self.layout.tensors(self._borrowed.borrow())
 
 
 class _Shelf:

@@ -32,7 +32,7 @@ from tests.variants import in_turn
 
 from rollwright import Collector
 from rollwright._processes.network.handshake import SECRET
-from rollwright.collectors.workers.remote import link
+from rollwright.collectors.workers.remote import connection
 from rollwright.collectors.workers.remote.launching import SubmititLauncher
 from rollwright.errors import WorkerError
 
@@ -201,7 +201,7 @@ def test_a_learner_that_is_busy_for_longer_than_the_limit_loses_nothing(remote):
 
 def test_a_group_that_is_lost_before_the_worker_is_sent_is_an_error_as_well(remote, monkeypatch):
     """The group joins, and is lost again, while what the worker is made of is being pickled."""
-    links, begin = [], link.Link.__init__
+    links, begin = [], connection.GroupConnection.__init__
 
     def init(self, *args, **options):
         begin(self, *args, **options)
@@ -211,8 +211,8 @@ def test_a_group_that_is_lost_before_the_worker_is_sent_is_an_error_as_well(remo
         links[0].lose("has hung up")
         return pickled
 
-    monkeypatch.setattr(link.Link, "__init__", init)
-    monkeypatch.setattr(link, "with_sources", pickle_slowly)
+    monkeypatch.setattr(connection.GroupConnection, "__init__", init)
+    monkeypatch.setattr(connection, "with_sources", pickle_slowly)
     with pytest.raises(WorkerError, match=r"was lost: .* has hung up"):
         remote("sync", makers(1), gain(), frames_per_batch=20)
 

@@ -39,8 +39,8 @@ from rollwright import Collector
 from rollwright._processes.network.handshake import SECRET
 from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.workers.options import WorkerOptions, delivery_device, options_of_workers
-from rollwright.collectors.workers.remote.frames import FrameLine
-from rollwright.collectors.workers.remote.link import RemoteWorker
+from rollwright.collectors.workers.remote.connection import RemoteWorker
+from rollwright.collectors.workers.remote.frames import FrameChannel
 from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.errors import EnvError, WorkerError
 
@@ -74,7 +74,7 @@ def pids(collector):
 @pytest.mark.parametrize("per", [1, 3])
 def test_a_group_and_its_collector_exchange_one_message_for_each_batch(remote, monkeypatch, per):
     sent, seen = [], []
-    post, read = FrameLine._post, FrameLine.read
+    post, read = FrameChannel._post, FrameChannel.read
 
     def counted_post(line, queued):
         sent.append(line)
@@ -88,8 +88,8 @@ def test_a_group_and_its_collector_exchange_one_message_for_each_batch(remote, m
     collector = remote("sync", makers(3), gain(), per=per, frames_per_batch=30, total_frames=900)
     batches = iter(collector)
     next(batches)
-    monkeypatch.setattr(FrameLine, "_post", counted_post)
-    monkeypatch.setattr(FrameLine, "read", counted_read)
+    monkeypatch.setattr(FrameChannel, "_post", counted_post)
+    monkeypatch.setattr(FrameChannel, "read", counted_read)
     count = sum(1 for _ in batches)
     groups = -(-3 // per)
     assert count == 29
@@ -163,7 +163,7 @@ def test_what_another_thread_brings_while_nothing_was_found_is_noticed(remote, m
     def bring_and_silence(self):
         until = time.monotonic() + 0.03
         while not self._arrived and time.monotonic() < until:
-            self._link.read()
+            self._group.read()
         silence(self)
 
     monkeypatch.setattr(RemoteWorker, "_silence", bring_and_silence)

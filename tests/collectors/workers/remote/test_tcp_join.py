@@ -83,7 +83,7 @@ def test_a_host_that_gives_up_before_its_group_is_wanted_is_forgotten(collect, j
         connection = connect(self, spec)
         if spec.index == 0:
             first = join()
-            assert wait_until(lambda: self._links[0].is_joined)
+            assert wait_until(lambda: self._connections[0].is_joined)
             impatient = join()
             assert wait_until(lambda: self._early)
             impatient.kill()

@@ -9,7 +9,7 @@ import torch
 
 from rollwright._memory import Segment
 from rollwright._processes.connection import ExceptionInfo
-from rollwright._processes.network.line import Line, Pieces
+from rollwright._processes.network.channel import NetworkChannel, Pieces
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.memory import BlockLayout
 
@@ -149,17 +149,17 @@ class Beat(NamedTuple):
     stopped_s: dict[int, float]
 
 
-class FrameLine:
+class FrameChannel:
     """One end of a line, for frames: each is an object that can be pickled, with pieces of raw memory.
 
     Args:
-        line: see :class:`~rollwright._processes.network.line.Line`.
+        line: see :class:`~rollwright._processes.network.channel.NetworkChannel`.
 
     Attributes:
         num_messages: sent and received.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: NetworkChannel) -> None:
         self._line = line
         self._queued: list[tuple[Any, Pieces]] = []
         self.num_messages = 0

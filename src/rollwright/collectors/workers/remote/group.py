@@ -22,13 +22,13 @@ from rollwright._memory import Segment
 from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.connection import ExceptionInfo, ExitReason
+from rollwright._processes.network.channel import MessageForged, NetworkChannel
 from rollwright._processes.network.handshake import RefusedForNow, connect_to
-from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.pool import Answer, Pool
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.counters import Count, WorkerCounters
 from rollwright.collectors.workers.remote import frames
-from rollwright.collectors.workers.remote.frames import FrameLine, RolloutPlaces, bytes_of
+from rollwright.collectors.workers.remote.frames import FrameChannel, RolloutPlaces, bytes_of
 from rollwright.collectors.workers.worker import serve
 from rollwright.weight_update.forms import State
 from rollwright.weight_update.schemes import Publisher
@@ -117,7 +117,7 @@ class RemoteGroup:
         begin: what it has sent first.
     """
 
-    def __init__(self, line: FrameLine, begin: frames.Begin) -> None:
+    def __init__(self, line: FrameChannel, begin: frames.Begin) -> None:
         self._line, self._begin = line, begin
         self._holding = Holding()
         count = begin.num_workers
@@ -293,10 +293,10 @@ def _serve_sent(channel: Channel, spec: bytes, memory: dict[str, Any]) -> None:
     serve(channel, dataclasses.replace(pickle.loads(spec), **memory))
 
 
-def serve_collector(line: Line) -> None:
+def serve_collector(line: NetworkChannel) -> None:
     """Serve a collector until it hangs up, or its machine is gone."""
     group: list[RemoteGroup] = []
-    ends = FrameLine(line)
+    ends = FrameChannel(line)
 
     def received(frame: Any) -> None:
         if group:
@@ -351,7 +351,7 @@ def join(
         line.close()
 
 
-def _let_in(address: tuple[str, int], secret: bytes, about: dict[str, Any], timeout_s: float) -> Line:
+def _let_in(address: tuple[str, int], secret: bytes, about: dict[str, Any], timeout_s: float) -> NetworkChannel:
     until = time.monotonic() + timeout_s
     while True:
         try:

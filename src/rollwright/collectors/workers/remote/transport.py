@@ -20,11 +20,11 @@ from rollwright._processes.channel import Channel, ChannelClosed
 from rollwright._processes.child import Child
 from rollwright._processes.connection import Connection, ExceptionInfo, end_all
 from rollwright._processes.forks import on_fork
+from rollwright._processes.network.channel import BackgroundReader
 from rollwright._processes.network.handshake import HandshakeRefused, IncomingHandshake, Listener, parse_address
-from rollwright._processes.network.line import BackgroundReader
 from rollwright.collectors.workers.remote import frames
+from rollwright.collectors.workers.remote.connection import GroupConnection
 from rollwright.collectors.workers.remote.group import join
-from rollwright.collectors.workers.remote.link import Link
 from rollwright.collectors.workers.transports import Transport, unsendable
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.weight_update.subscribing import Copies
@@ -179,7 +179,7 @@ class RemoteTransport(Transport):
         )
         self._poll = select.epoll()
         self._readers: dict[int, Callable[[], None]] = {}
-        self._links: dict[int, Link] = {}
+        self._connections: dict[int, GroupConnection] = {}
         self._hosts: dict[int, Host] = {}
         self._former: list[Host] = []
         self._num_groups = -(-num_workers // per_group)
@@ -227,8 +227,8 @@ class RemoteTransport(Transport):
     def push(self) -> None:
         """Send what was posted to workers, as far as there is room; whoever has posted, or waits, sees to it."""
         with uninterrupted, self._lock:
-            for link in self._links.values():
-                link.push()
+            for connection in self._connections.values():
+                connection.push()
 
     def tend(self) -> None:
         """Look after what needs no message, such as a silence; to be called now and then."""
@@ -238,13 +238,13 @@ class RemoteTransport(Transport):
     def _tend(self) -> None:
         self._listener.read()
         named = list(dict.fromkeys(self.refused))[-_MOST_NAMED:]
-        for group, link in self._links.items():
-            if link.lost is None:
-                link.check(f" (refused: {'; '.join(named)})" if named else "")
+        for group, connection in self._connections.items():
+            if connection.lost is None:
+                connection.check(f" (refused: {'; '.join(named)})" if named else "")
                 host = self._hosts.get(group)
                 how = None if host is None else host.how_it_ended()
                 if how is not None:
-                    link.lose(how)
+                    connection.lose(how)
 
     def _watch(self, fd: int, read: Callable[[], None]) -> None:
         self._poll.register(fd, select.EPOLLIN)
@@ -261,47 +261,47 @@ class RemoteTransport(Transport):
         """Start a worker, and return the connection to it."""
         group = spec.index // self._per_group
         with self._lock:
-            link = self._links.get(group)
-            if link is None or link.lost is not None:
-                link = self._start(group)
+            connection = self._connections.get(group)
+            if connection is None or connection.lost is not None:
+                connection = self._start(group)
         try:
-            return link.launch(spec)
+            return connection.launch(spec)
         except (TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise unsendable(spec, error) from error
 
-    def _start(self, group: int) -> Link:
+    def _start(self, group: int) -> GroupConnection:
         """Have a group started."""
         if (before := self._hosts.pop(group, None)) is not None:
             self._former.append(before)
-        link = self._links[group] = Link(group, **self._timeouts)
+        connection = self._connections[group] = GroupConnection(group, **self._timeouts)
         host = self._launcher.launch(group, self.address, self._secret)
         if host is not None:
             self._hosts[group] = host
-            link.name = getattr(host, "name", link.name)
+            connection.name = getattr(host, "name", connection.name)
         early, self._early = self._early, {}
         for fd, (greeting, about) in early.items():
             self._unwatch(fd)
             self._admit(greeting, about)
-        return link
+        return connection
 
     def published(self) -> None:
         """Weights were published in the memory that specs name."""
         copies: Copies = {}
-        for link in self._links.values():
+        for connection in self._connections.values():
             with contextlib.suppress(ChannelClosed):
-                link.publish(copies)
+                connection.publish(copies)
 
     # Groups that join ---------------------------------------------------------------------------------
 
     def _admit(self, greeting: IncomingHandshake, about: dict[str, Any]) -> None:
         """Let in who has proved that it may, now or when the group is wanted."""
         fd, wanted = greeting.end.fileno(), about.get("group")
-        free = [link for link in self._links.values() if link.lost is None and not link.is_joined]
-        chosen = next((link for link in free if wanted in (None, link.index)), None)
+        free = [each for each in self._connections.values() if each.lost is None and not each.is_joined]
+        chosen = next((each for each in free if wanted in (None, each.index)), None)
         if chosen is None:
-            for link in self._links.values():
-                link.read()  # the end of one may have arrived, too
-            if sum(link.lost is None for link in self._links.values()) + len(self._early) < self._num_groups:
+            for each in self._connections.values():
+                each.read()  # the end of one may have arrived, too
+            if sum(each.lost is None for each in self._connections.values()) + len(self._early) < self._num_groups:
                 # The program is about to want the others, or one in place of a lost one:
                 self._early[fd] = greeting, about
                 self._watch(fd, partial(self._forget, fd))
@@ -314,7 +314,7 @@ class RemoteTransport(Transport):
             return
         line = greeting.accept()
         self._watch(line.fileno(), chosen.read)
-        with contextlib.suppress(ChannelClosed, OSError):  # it has gone again, which the link finds out
+        with contextlib.suppress(ChannelClosed, OSError):  # it has gone again, which the connection finds out
             chosen.join(line, str(about.get("name")), self._begin)
 
     def _forget(self, fd: int) -> None:
@@ -334,8 +334,8 @@ class RemoteTransport(Transport):
     def close(self) -> None:
         """End what is beside the workers, which have ended."""
         self._reader.stop()
-        for link in self._links.values():
-            link.close()
+        for connection in self._connections.values():
+            connection.close()
         for greeting, _ in self._early.values():
             greeting.end.close()
         self._early.clear()

@@ -16,8 +16,8 @@ from rollwright._interrupts import uninterrupted
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.connection import ExceptionInfo
 from rollwright._processes.forks import on_fork
+from rollwright._processes.network.channel import MessageForged, NetworkChannel
 from rollwright._processes.network.handshake import HandshakeRefused, connect_to
-from rollwright._processes.network.line import Line, MessageForged
 from rollwright._processes.threads import DaemonThread
 from rollwright._warnings import warn_user
 from rollwright.data.replay_buffers.service.messages import (
@@ -115,7 +115,7 @@ class ServiceConnection:
         self._lock = threading.RLock()
         self._expected: dict[int, Expected] = {}
         self._next_number = 1
-        self._line: Line | None = None
+        self._channel: NetworkChannel | None = None
         self._thread: _Reader | None = None
         self.is_closed = self._was_connected = False
         self._broken: Exception | None = None
@@ -160,7 +160,7 @@ class ServiceConnection:
             if noted is not None:
                 noted(number)
             expected = self._expected[number] = Expected(number, what, body, pieces, threading.Event())
-            if self._line is not None:
+            if self._channel is not None:
                 self._send(expected)
             self._run()
         return expected
@@ -194,17 +194,21 @@ class ServiceConnection:
     def abandon(self, expected: Expected) -> None:
         """Nobody waits for a request any more; the memory of its arguments may change from now on."""
         with self._lock:
-            if self._expected.pop(expected.number, None) is not None and self._line is not None and self._line.behind:
-                self._line.cut()  # what was sent of it is dropped there
-                self._line = None
+            if (
+                self._expected.pop(expected.number, None) is not None
+                and self._channel is not None
+                and self._channel.behind
+            ):
+                self._channel.cut()  # what was sent of it is dropped there
+                self._channel = None
         if not self.is_closed and not expected.done.is_set() and expected.what == "draw_batch":
             self.post("cancel", expected.number)
 
     def _send(self, expected: Expected) -> None:
         received = min(self._expected, default=expected.number)
         with contextlib.suppress(ChannelClosed):  # the thread finds out
-            if self._line is not None:
-                self._line.post(Request(expected.number, received, expected.what, expected.body), expected.pieces)
+            if self._channel is not None:
+                self._channel.post(Request(expected.number, received, expected.what, expected.body), expected.pieces)
 
     def fail(self, error: Exception, *, for_good: bool = False) -> None:
         """Nothing that was asked will be answered; ``for_good``: nor what is asked later."""
@@ -230,9 +234,9 @@ class ServiceConnection:
         """Close the connection; what waits for a reply raises."""
         with self._lock:
             self.is_closed = True
-            thread, line, self._line = self._thread, self._line, None
-        if line is not None:
-            line.cut()
+            thread, channel, self._channel = self._thread, self._channel, None
+        if channel is not None:
+            channel.cut()
         self.fail(RuntimeError(f"{self.target.name} was shut down."))
         if thread is not None:
             thread.stop(1.0)
@@ -279,7 +283,7 @@ class ServiceConnection:
     def _connect(self) -> None:
         about = {"client": self.client_id, "owner": self._is_owner, "writer": self._writer}
         target = self.target
-        line = connect_to(
+        channel = connect_to(
             target.address,
             target.secret,
             about,
@@ -287,40 +291,40 @@ class ServiceConnection:
             listens_within_s=_LISTENS_S,
             role="replay service",
         )
-        line.give_up_after(target.host_timeout)
+        channel.give_up_after(target.host_timeout)
         with uninterrupted, self._lock:
             if self.is_closed:
-                line.close()
+                channel.close()
                 return
-            self._line, self._was_connected = line, True
+            self._channel, self._was_connected = channel, True
             self.num_connections += 1
             for number in sorted(self._expected):
                 self._send(self._expected[number])
 
     def _take_in(self, stopping: Callable[[], bool]) -> None:
-        line = self._line
-        if line is None:
+        channel = self._channel
+        if channel is None:
             return
         poll, self._heard_at = select.poll(), time.monotonic()
         try:
-            poll.register(line.fileno(), select.POLLIN)
+            poll.register(channel.fileno(), select.POLLIN)
             while not stopping() and not self.is_closed:
                 if poll.poll(_LOOK_S * 1e3):
-                    line.read(lambda message, sizes: self._memory(sizes), self._received)
+                    channel.read(lambda message, sizes: self._memory(sizes), self._received)
                 elif time.monotonic() - self._heard_at > self.target.host_timeout:
                     silent = f"has given no sign for host_timeout={self.target.host_timeout:g} s"
                     self.fail(TimeoutError(f"{self.target.name} {silent}."))
                     return
-                if line.fileno() < 0:
+                if channel.fileno() < 0:
                     raise ChannelClosed("the connection was closed")
         except MessageForged:
             raise
-        except (OSError, ValueError) as error:  # another thread has closed the line
+        except (OSError, ValueError) as error:  # another thread has closed the channel
             raise ChannelClosed(str(error)) from error
         finally:
             with self._lock:
-                self._line = None
-            line.close()
+                self._channel = None
+            channel.close()
 
     def _received(self, message: Any, pieces: Sequence[memoryview]) -> None:
         self._heard_at = time.monotonic()
@@ -340,8 +344,8 @@ class ServiceConnection:
     def cut(self) -> None:
         """Break the connection, as a network may: the next one takes its place."""
         with self._lock:
-            if self._line is not None:
-                self._line.cut()
+            if self._channel is not None:
+                self._channel.cut()
 
 
 def _settle(

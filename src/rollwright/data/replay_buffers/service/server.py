@@ -21,8 +21,8 @@ import torch
 from rollwright._memory import keep_freed_memory
 from rollwright._processes.channel import ChannelClosed
 from rollwright._processes.connection import ExceptionInfo
+from rollwright._processes.network.channel import MessageForged, NetworkChannel
 from rollwright._processes.network.handshake import IncomingHandshake, Listener
-from rollwright._processes.network.line import Line, MessageForged
 from rollwright.data.replay_buffers.buffer import ReplayBuffer
 from rollwright.data.replay_buffers.service.dumps import Dumps, Journal
 from rollwright.data.replay_buffers.service.messages import (
@@ -295,9 +295,9 @@ _NAP_S, _BUSY_S = 0.5, 0.01  # without anything to do; while samples wait
 class _Guest:
     """A connection to a client."""
 
-    def __init__(self, client: str, line: Line, *, is_owner: bool) -> None:
-        self.client, self.line, self.is_owner = client, line, is_owner
-        self.fd = line.fileno()
+    def __init__(self, client: str, channel: NetworkChannel, *, is_owner: bool) -> None:
+        self.client, self.channel, self.is_owner = client, channel, is_owner
+        self.fd = channel.fileno()
 
 
 class Server:
@@ -356,9 +356,9 @@ class Server:
         """Show that the service is there, where a dump takes long."""
         while not self._closed.wait(self._beat_s):
             for guest in list(self._guests.values()):
-                if not guest.line.behind:
+                if not guest.channel.behind:
                     with contextlib.suppress(ChannelClosed):  # the other thread finds out
-                        guest.line.post(Beat())
+                        guest.channel.post(Beat())
 
     # Clients that connect -----------------------------------------------------------------------------
 
@@ -369,16 +369,16 @@ class Server:
             greeting.refuse(refused)
         if client in self._guests:  # over a connection that has broken, as this end does not know yet
             self._lose(self._guests[client])
-        line = greeting.accept()
-        line.give_up_after(self._silence_s)
-        guest = self._guests[client] = _Guest(client, line, is_owner=is_owner)
+        channel = greeting.accept()
+        channel.give_up_after(self._silence_s)
+        guest = self._guests[client] = _Guest(client, channel, is_owner=is_owner)
         self._keeper.met(client, writer)
         self.watch(guest.fd, partial(self._read, guest))
         self._post(guest, self._counts())
 
     def _lose(self, guest: _Guest) -> None:
         self._unwatch(guest.fd)
-        guest.line.close()
+        guest.channel.close()
         if self._guests.get(guest.client) is guest:
             del self._guests[guest.client]
 
@@ -386,12 +386,12 @@ class Server:
 
     def _read(self, guest: _Guest) -> None:
         try:
-            guest.line.read(lambda message, sizes: memory_for(sizes), partial(self._received, guest))
+            guest.channel.read(lambda message, sizes: memory_for(sizes), partial(self._received, guest))
         except ChannelClosed:
             self._lose(guest)
         except MessageForged as error:
             with contextlib.suppress(ChannelClosed):
-                guest.line.post(ExceptionInfo.of(error))
+                guest.channel.post(ExceptionInfo.of(error))
             self._lose(guest)
 
     def _received(self, guest: _Guest, request: Request, pieces: Sequence[memoryview]) -> None:
@@ -420,7 +420,7 @@ class Server:
 
     def _post(self, guest: _Guest, message: Any, pieces: Sequence[memoryview] = ()) -> None:
         try:
-            guest.line.post(message, pieces)
+            guest.channel.post(message, pieces)
         except ChannelClosed:
             self._lose(guest)
 

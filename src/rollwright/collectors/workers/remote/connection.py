@@ -1,4 +1,4 @@
-"""RemoteLink: a collector's end of the line to a remote group, and the connections to its workers."""
+"""GroupConnection: a collector's end of the channel to a remote group, and the connections to its workers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import torch
 
 from rollwright._processes.channel import ChannelClosed, dumps
 from rollwright._processes.connection import NOTHING, ExceptionInfo
-from rollwright._processes.network.line import Line, MessageForged, Pieces
+from rollwright._processes.network.channel import MessageForged, NetworkChannel, Pieces
 from rollwright._processes.network.sources import with_sources
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.counters import Count, WorkerCounters
 from rollwright.collectors.workers.remote import frames
-from rollwright.collectors.workers.remote.frames import FrameLine, RolloutPlaces, bytes_of
+from rollwright.collectors.workers.remote.frames import FrameChannel, RolloutPlaces, bytes_of
 from rollwright.collectors.workers.worker import WorkerSpec
 from rollwright.weight_update.subscribing import Copies, Forwarder
 
@@ -39,13 +39,13 @@ class RemoteWorker:
     its message is taken.
 
     Args:
-        link: to the group.
+        group: that it is of.
         serial: number of its start.
         spec: what it is made of; the memory is the collector's.
     """
 
-    def __init__(self, link: Link, serial: int, spec: WorkerSpec) -> None:
-        self._link, self.serial = link, serial
+    def __init__(self, group: GroupConnection, serial: int, spec: WorkerSpec) -> None:
+        self._group, self.serial = group, serial
         self.name = f"rollwright-worker-{spec.index}"
         self.pid: int | None = None  # on its machine
         self._counters = WorkerCounters(spec.counters, spec.index)
@@ -68,13 +68,13 @@ class RemoteWorker:
     @property
     def host(self) -> str:
         """Where it runs, for messages."""
-        return self._link.name
+        return self._group.name
 
     def clock(self) -> float:
         """Of its machine, in seconds, when that was last heard of."""
-        return self._link.clock
+        return self._group.clock
 
-    # What the link brings -----------------------------------------------------------------------------
+    # What the group sends ----------------------------------------------------------------------------
 
     def place(self, frame: frames.FromWorker, sizes: Sequence[int]) -> list[memoryview]:
         """Memory for what a message refers to."""
@@ -116,7 +116,7 @@ class RemoteWorker:
         if self._counters.counts[Count.OLDEST] < 0:
             self._expect_oldest()
         ended_at = self._counters.episodes[:, 2]
-        ended_at[ended_at > 0] += time.monotonic() - self._link.clock  # two clocks are never compared
+        ended_at[ended_at > 0] += time.monotonic() - self._group.clock  # two clocks are never compared
 
     def _expect_oldest(self) -> None:
         """The next rollout may have begun, with what was published when it was asked for."""
@@ -135,25 +135,25 @@ class RemoteWorker:
         """Have a message sent, after the weights that were published before."""
         if self._closed or self._how is not None:
             raise ChannelClosed("the other end is gone")
-        with self._link.lock:
+        with self._group.lock:
             self._places.note(message)
-            self._link.queue_weights()
+            self._group.queue_weights()
             if isinstance(message, messages.Collect):
                 self._ordered.append(self._counters.counts[Count.PUBLISHED])
-            self._link.queue(frames.ToWorker(self.serial, message))
+            self._group.queue(frames.ToWorker(self.serial, message))
 
     @property
     def behind(self) -> bool:
-        """The link sends what there was no room for."""
+        """The connection to the group sends what there was no room for."""
         return False
 
     def flush(self) -> None:
-        """The link sends what there was no room for."""
+        """The connection to the group sends what there was no room for."""
 
     def take(self) -> Any:
         """The next message."""
         if not self._arrived:
-            self._link.read()
+            self._group.read()
         if not self._arrived:
             self._silence()
             is_gone = self._how is not None or self._closed
@@ -163,7 +163,7 @@ class RemoteWorker:
             if not self._arrived:
                 raise ChannelClosed("the other end is gone")
         message, counters = self._arrived.popleft()
-        with self._link.lock:
+        with self._group.lock:
             if counters is not None:
                 self.mirror(counters)
             if isinstance(message, messages.Collected | messages.Failed) and self._ordered:
@@ -191,16 +191,16 @@ class RemoteWorker:
     def kill(self) -> None:
         """Make it end at once: nothing more of it is taken in."""
         self._send_end("kill")
-        self._link.forget(self)
+        self._group.forget(self)
         self.end("was killed")
 
     def _send_end(self, how: str) -> None:
-        if self._how is None and self._link.lost is None:
+        if self._how is None and self._group.lost is None:
             try:
-                self._link.queue(frames.End(self.serial, how))
+                self._group.queue(frames.End(self.serial, how))
             except ChannelClosed:
                 return
-            self._link.push()
+            self._group.push()
 
     def stopped_s(self) -> float:
         """For how long a signal has stopped its process, as far as is known here."""
@@ -210,12 +210,12 @@ class RemoteWorker:
         """Wait until its process has ended; whether it has."""
         until = time.monotonic() + timeout_s
         while self._how is None:
-            self._link.read()
-            self._link.check()
+            self._group.read()
+            self._group.check()
             left_s = until - time.monotonic()
             if self._how is not None or left_s <= 0:
                 break
-            _wait(self._link.fileno(), min(left_s, _LOOK_S))
+            _wait(self._group.fileno(), min(left_s, _LOOK_S))
         return self._how is not None
 
     def how_it_ended(self) -> str:
@@ -235,8 +235,8 @@ def _wait(fd: int, timeout_s: float) -> None:
 _serials = itertools.count(1)
 
 
-class Link:
-    """A collector's end of the line to a remote group; each of its workers is a connection.
+class GroupConnection:
+    """A collector's end of the channel to a remote group; each of its workers is a connection.
 
     What is sent before the group is there waits for it. Nothing here waits.
 
@@ -255,8 +255,8 @@ class Link:
     def __init__(self, index: int, *, host_timeout: float, start_timeout: float) -> None:
         self.index, self.name = index, "a host that has not joined"
         self._host_timeout, self._start_timeout = host_timeout, start_timeout
-        self._line: FrameLine | None = None
-        self._waiting: list[tuple[Any, Pieces]] = []  # for the line
+        self._channel: FrameChannel | None = None
+        self._waiting: list[tuple[Any, Pieces]] = []  # for the channel
         self._workers: dict[int, RemoteWorker] = {}  # by serial number
         self._began = self._heard = time.monotonic()
         self.clock = 0.0
@@ -270,26 +270,26 @@ class Link:
     @property
     def is_joined(self) -> bool:
         """Whether the group is there."""
-        return self._line is not None
+        return self._channel is not None
 
-    def join(self, line: Line, name: str, begin: frames.Begin) -> None:
+    def join(self, channel: NetworkChannel, name: str, begin: frames.Begin) -> None:
         """The group is there."""
         with self.lock:
-            self._line, self.name, self._heard = FrameLine(line), name, time.monotonic()
-            line.give_up_after(self._host_timeout)
+            self._channel, self.name, self._heard = FrameChannel(channel), name, time.monotonic()
+            channel.give_up_after(self._host_timeout)
             try:
-                self._line.send_alone(begin)  # the group has a place for weights when it has taken this in
+                self._channel.send_alone(begin)  # the group has a place for weights when it has taken this in
             except ChannelClosed:
                 self.lose("has hung up")
                 return
             for frame, pieces in self._waiting:
-                self._line.queue(frame, pieces)
+                self._channel.queue(frame, pieces)
             self._waiting.clear()
             self.push()
 
     def fileno(self) -> int:
-        """Of the line; -1: there is none."""
-        return -1 if self._line is None else self._line.fileno()
+        """Of the channel; -1: there is none."""
+        return -1 if self._channel is None else self._channel.fileno()
 
     def check(self, refused: str = "") -> None:
         """Find out whether the group has been silent for too long; ``refused``: who was, for messages."""
@@ -297,7 +297,7 @@ class Link:
             now = time.monotonic()
             if self.lost is not None:
                 return
-            if self._line is None:
+            if self._channel is None:
                 if now - self._began > self._start_timeout:
                     late = TimeoutError(f"nothing joined within start_timeout={self._start_timeout:g} s{refused}")
                     self.lose(f"within start_timeout={self._start_timeout:g} s", ExceptionInfo.of(late))
@@ -308,7 +308,7 @@ class Link:
 
     def _heard_at(self) -> float:
         """When the last sign came: a message, or some of one that takes long."""
-        return self._heard if self._line is None else max(self._heard, self._line.heard_at)
+        return self._heard if self._channel is None else max(self._heard, self._channel.heard_at)
 
     def lose(self, how: str, failure: ExceptionInfo | None = None) -> None:
         """The group is gone, with all of its workers."""
@@ -322,10 +322,10 @@ class Link:
                 self.close()
 
     def close(self) -> None:
-        """Hang up, which ends the group."""
+        """Close the channel, which ends the group."""
         with self.lock:
-            if self._line is not None:
-                self._line.close()
+            if self._channel is not None:
+                self._channel.close()
             self.lost = self.lost or "was closed"
 
     # Frames -------------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class Link:
                 return worker
             self._workers[worker.serial] = worker
             self._weights.follow(spec.index, spec.weights)
-            with contextlib.suppress(ChannelClosed):  # the link is lost, and the worker with it
+            with contextlib.suppress(ChannelClosed):  # the group is lost, and the worker with it
                 self.queue(frames.Launch(worker.serial, spec.index, pickled, worker.num_ids))
                 self.queue_weights()
         return worker
@@ -359,30 +359,30 @@ class Link:
         with self.lock:
             if self.lost is not None:
                 raise ChannelClosed(self.lost)
-            if self._line is None:
+            if self._channel is None:
                 self._waiting.append((frame, pieces))
             else:
-                self._line.queue(frame, pieces)
+                self._channel.queue(frame, pieces)
 
     def push(self) -> None:
         """Send what is queued as one message, without waiting."""
         with self.lock:
-            if self._line is not None and self.lost is None:
+            if self._channel is not None and self.lost is None:
                 try:
-                    self._line.push()
+                    self._channel.push()
                 except ChannelClosed:
                     self.lose("has hung up")
 
     def read(self) -> None:
         """Take in what has arrived, for all workers, and send what there is room for."""
         with self.lock:
-            if self._line is None or self.lost is not None:
+            if self._channel is None or self.lost is not None:
                 return
             try:
-                self._line.read(self._place, self._received)
-                if not self._line.behind:
+                self._channel.read(self._place, self._received)
+                if not self._channel.behind:
                     self.queue_weights()  # others were on the way before
-                self._line.push()
+                self._channel.push()
             except ChannelClosed:
                 self.lose("has hung up")
             except MessageForged as error:
@@ -422,8 +422,8 @@ class Link:
         """Take in nothing more of a worker."""
         with self.lock:
             self._workers.pop(worker.serial, None)
-            if self._line is not None:
-                self._line.divert(lambda frame: getattr(frame, "serial", None) == worker.serial)
+            if self._channel is not None:
+                self._channel.divert(lambda frame: getattr(frame, "serial", None) == worker.serial)
 
     # Weights ------------------------------------------------------------------------------------------
 
@@ -434,7 +434,7 @@ class Link:
             copies: see :meth:`~rollwright.weight_update.subscribing.Forwarder.take`.
         """
         with self.lock:
-            if self.lost is None and self._line is not None and not self._line.behind:
+            if self.lost is None and self._channel is not None and not self._channel.behind:
                 self.queue_weights(copies)
                 self.push()
 

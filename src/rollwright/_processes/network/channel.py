@@ -1,4 +1,4 @@
-"""Line: authenticated messages with large pieces between two machines; and who reads while the program does not."""
+"""NetworkChannel: authenticated messages with large pieces between two machines; and who reads meanwhile."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Keys(NamedTuple):
     received: bytes
 
 
-class Line:
+class NetworkChannel:
     """One end of a connection that carries pickled messages, each with pieces of raw memory, in order.
 
     There is no thread behind it, and nothing here waits. A piece is sent from where it lies, and must not change before
@@ -62,7 +62,7 @@ class Line:
         heard_at: when anything arrived last, by ``time.monotonic()``.
 
     Example:
-        >>> mine, theirs = (Line(end) for end in socket.socketpair())
+        >>> mine, theirs = (NetworkChannel(end) for end in socket.socketpair())
         >>> mine.post("three numbers", [memoryview(bytes([1, 2, 3]))])
         >>> memory = bytearray(3)
         >>> theirs.read(lambda message, sizes: [memoryview(memory)], lambda message, pieces: print(message))

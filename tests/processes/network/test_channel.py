@@ -1,4 +1,4 @@
-"""Line: messages and raw memory arrive whole and in order, however they are cut."""
+"""NetworkChannel: messages and raw memory arrive whole and in order, however they are cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.network.line import Keys, Line
+from rollwright._processes.network.channel import Keys, NetworkChannel
 
 KEYS = Keys(b"sent by one" * 3, b"sent by other" * 3)
 
@@ -21,7 +21,7 @@ def ends(request):
     other, _ = server.accept()
     server.close()
     keys = request.param
-    lines = Line(one, keys), Line(other, None if keys is None else Keys(*reversed(keys)))
+    lines = NetworkChannel(one, keys), NetworkChannel(other, None if keys is None else Keys(*reversed(keys)))
     yield lines
     for line in lines:
         line.close()

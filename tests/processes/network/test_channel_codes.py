@@ -1,4 +1,4 @@
-"""Line with keys: bytes that somebody between both ends has touched are an error, before anything is made of them."""
+"""NetworkChannel with keys: what somebody between both ends has touched is an error, before anything is made of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import socket
 import pytest
 
 from rollwright._processes.channel import ChannelClosed
-from rollwright._processes.network import line as line_module
-from rollwright._processes.network.line import Keys, Line, MessageForged
+from rollwright._processes.network import channel as channel_module
+from rollwright._processes.network.channel import Keys, MessageForged, NetworkChannel
 
 KEYS = Keys(b"sent by one" * 3, b"sent by other" * 3)
 THEIRS = Keys(*reversed(KEYS))
@@ -26,7 +26,7 @@ def line():
         server = socket.create_server(("127.0.0.1", 0))
         raw = socket.create_connection(server.getsockname())
         made.append(raw)
-        made.append(Line(server.accept()[0], keys))
+        made.append(NetworkChannel(server.accept()[0], keys))
         server.close()
         return made[-1], raw
 
@@ -51,7 +51,9 @@ def sent(line):
 def taken(line, monkeypatch):
     """``taken(content, keys)``: what the other end makes of bytes: the messages, and the error."""
     made_of = []
-    monkeypatch.setattr(line_module.pickle, "loads", lambda body: (made_of.append(body), pickle._loads(bytes(body)))[1])
+    monkeypatch.setattr(
+        channel_module.pickle, "loads", lambda body: (made_of.append(body), pickle._loads(bytes(body)))[1]
+    )
 
     def take(content, keys=THEIRS):
         theirs, wire = line(keys)
