@@ -110,7 +110,7 @@ def expected(**options) -> collections.Counter:
 
 def kill_one(collector, draw: random.Random) -> int:
     """Kill a worker that runs; how many were killed."""
-    pids = [worker["pid"] for worker in collector.stats()["workers"] if worker["alive"]]
+    pids = [worker["pid"] for worker in collector.stats()["workers"] if worker["alive"] and worker["pid"]]
     if not pids:
         return 0
     try:
