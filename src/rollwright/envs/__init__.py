@@ -4,160 +4,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rollwright._missing import missing_name
+from rollwright.envs import libs, transforms, utils
 from rollwright.envs import priming as priming  # registers policy=
 from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.batched.parallel import ParallelEnv
 from rollwright.envs.factories import EnvCreator, env_creator
-from rollwright.envs.libs import (
-    BraxEnv,
-    BraxWrapper,
-    DMControlEnv,
-    DMControlWrapper,
-    EnvPoolEnv,
-    GymEnv,
-    GymnaxEnv,
-    GymnaxWrapper,
-    GymWrapper,
-    PettingZooEnv,
-    PettingZooWrapper,
-    TorchRLWrapper,
-    VmasEnv,
-    VmasWrapper,
-    default_info_dict_reader,
-    gym_backend,
-    set_gym_backend,
-    to_torchrl,
-)
+from rollwright.envs.libs import *  # noqa: F403 - all of its __all__
 from rollwright.envs.libs import torchrl_translation as torchrl_translation  # how TorchRLWrapper steps
 from rollwright.envs.serial import SerialEnv
-from rollwright.envs.transforms import (
-    ActionMask,
-    ActionScaling,
-    BinarizeReward,
-    CategoricalAction,
-    CatFrames,
-    CatTensors,
-    CenterCrop,
-    ClipTransform,
-    Compose,
-    DoubleToFloat,
-    EndOfLifeTransform,
-    ExcludeTransform,
-    FlattenObservation,
-    FrameSkipTransform,
-    GrayScale,
-    InitTracker,
-    NoopResetEnv,
-    ObservationNorm,
-    RandomTruncationTransform,
-    RenameTransform,
-    Resize,
-    RewardClipping,
-    RewardScaling,
-    RewardSum,
-    SelectTransform,
-    SignTransform,
-    SqueezeTransform,
-    StepCounter,
-    TargetReturn,
-    TensorDictPrimer,
-    TimeMaxPool,
-    ToTensorImage,
-    Transform,
-    TransformedEnv,
-    UnsqueezeTransform,
-    VecNorm,
-    VecNormV2,
-    VideoRecorder,
-    register_array_form,
-)
-from rollwright.envs.utils import (
-    ExplorationType,
-    check_env_specs,
-    exploration_type,
-    make_composite_from_td,
-    set_exploration_type,
-    step_mdp,
-)
+from rollwright.envs.transforms import *  # noqa: F403 - all of its __all__
+from rollwright.envs.utils import *  # noqa: F403 - all of its __all__
 
 if TYPE_CHECKING:
     from rollwright.envs.llm import ChatEnv, DatasetChatEnv, LLMEnv
 
 __all__ = [
-    "ActionMask",
-    "ActionScaling",
     "AsyncEnvPool",
-    "BinarizeReward",
-    "BraxEnv",
-    "BraxWrapper",
-    "CatFrames",
-    "CatTensors",
-    "CategoricalAction",
-    "CenterCrop",
     "ChatEnv",
-    "ClipTransform",
-    "Compose",
-    "DMControlEnv",
-    "DMControlWrapper",
     "DatasetChatEnv",
-    "DoubleToFloat",
-    "EndOfLifeTransform",
     "EnvBase",
     "EnvCreator",
-    "EnvPoolEnv",
-    "ExcludeTransform",
-    "ExplorationType",
-    "FlattenObservation",
-    "FrameSkipTransform",
-    "GrayScale",
-    "GymEnv",
-    "GymWrapper",
-    "GymnaxEnv",
-    "GymnaxWrapper",
-    "InitTracker",
     "LLMEnv",
-    "NoopResetEnv",
-    "ObservationNorm",
     "ParallelEnv",
-    "PettingZooEnv",
-    "PettingZooWrapper",
-    "RandomTruncationTransform",
-    "RenameTransform",
-    "Resize",
-    "RewardClipping",
-    "RewardScaling",
-    "RewardSum",
-    "SelectTransform",
     "SerialEnv",
-    "SignTransform",
-    "SqueezeTransform",
-    "StepCounter",
-    "TargetReturn",
-    "TensorDictPrimer",
-    "TimeMaxPool",
-    "ToTensorImage",
-    "TorchRLWrapper",
-    "Transform",
-    "TransformedEnv",
-    "UnsqueezeTransform",
-    "VecNorm",
-    "VecNormV2",
-    "VideoRecorder",
-    "VmasEnv",
-    "VmasWrapper",
-    "check_env_specs",
-    "default_info_dict_reader",
     "env_creator",
-    "exploration_type",
-    "gym_backend",
-    "make_composite_from_td",
-    "register_array_form",
-    "set_exploration_type",
-    "set_gym_backend",
-    "step_mdp",
-    "to_torchrl",
 ]
+__all__ += libs.__all__
+__all__ += transforms.__all__
+__all__ += utils.__all__
+__all__.sort()
 
 _CONVERSATIONS = ("ChatEnv", "DatasetChatEnv", "LLMEnv")  # imported when they are asked for
 

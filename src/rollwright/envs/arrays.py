@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -304,9 +304,11 @@ def check_open(env: EnvBase, call: str) -> None:
         raise EnvError(f"{env}: {call} after close(). {env.remedy_when_closed}.")
 
 
-def named_error(env: EnvBase, call: str, error: Exception) -> EnvError:
-    """What an environment raised, with the message of the plain path."""
-    return EnvError(f"{env} raised in {call}: {type(error).__name__}: {text_of(error)}")
+def raise_named(env: EnvBase, call: str, error: Exception) -> NoReturn:
+    """Raise what an environment raised, with the message of the plain path; errors of this library as they are."""
+    if isinstance(error, RollwrightError):
+        raise error
+    raise EnvError(f"{env} raised in {call}: {type(error).__name__}: {text_of(error)}") from error
 
 
 def entries_of(

@@ -32,12 +32,12 @@ from rollwright.envs._results import (
     with_kept,
 )
 from rollwright.envs._specs import EnvSpecs
-from rollwright.envs.arrays import ArrayEnv, Entry
+from rollwright.envs.arrays import ArrayEnv, Entry, raise_named
 from rollwright.envs.own_arrays import OwnArrays
 from rollwright.envs.own_tensors import OwnTensors
 from rollwright.envs.tensordicts_on_arrays import StepsOnArrays
 from rollwright.envs.utils import check_env_specs
-from rollwright.errors import EnvError, EnvKeyError, RollwrightError, text_of
+from rollwright.errors import EnvError, EnvKeyError, RollwrightError
 from rollwright.modules import set_recurrent_mode
 from rollwright.modules.signature import Call, speak_tensordict
 
@@ -591,15 +591,15 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
             raise EnvError(f"{self}: {call} after close(). {self.remedy_when_closed}.")
         try:
             yield
-        except RollwrightError:
-            raise
         except Exception as error:
-            if acting_on is not None and (missing := missing_actions(self, acting_on)):
+            if isinstance(error, RollwrightError) or acting_on is None:
+                raise_named(self, call, error)
+            if missing := missing_actions(self, acting_on):
                 raise EnvKeyError(
                     f"{self}: step got no {key_str(missing)}. It got {key_str(leaf_keys(acting_on))}. "
                     "Let the policy write every action."
                 ) from error
-            raise EnvError(f"{self} raised in {call}: {type(error).__name__}: {text_of(error)}") from error
+            raise_named(self, call, error)
 
     def _step_mdp(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The root of the next step: ``"next"`` without rewards, over what the root holds besides."""
@@ -634,6 +634,11 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(batch_size={list(self.batch_size)}, device={self.device})"
+
+
+def _of_base_env(name: str) -> Any:
+    """A property that is the base environment's."""
+    return property(lambda env: getattr(env.base_env, name), doc=f"See :attr:`EnvBase.{name}`; the base environment's.")
 
 
 class WrapperEnv(EnvBase):
@@ -674,25 +679,13 @@ class WrapperEnv(EnvBase):
                 raise
         return getattr(base_env, name)
 
-    @property
-    def stand_ins(self) -> Mapping[NestedKey, NestedKey]:  # type: ignore[override]
-        """Entries that a policy may write in place of an action, by the key of the action."""
-        return self.base_env.stand_ins
-
-    @property
-    def ends_with_step(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of root entries that are not carried to the next step, not even in part."""
-        return self.base_env.ends_with_step
-
-    @property
-    def read_at_reset(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of entries that a reset reads if they are passed to it."""
-        return self.base_env.read_at_reset
-
-    @property
-    def has_token_rewards(self) -> bool:  # type: ignore[override]
-        """Whether a step may return a reward ``[tokens, 1]``, one number for each token of an answer."""
-        return self.base_env.has_token_rewards
+    stand_ins: Mapping[NestedKey, NestedKey] = _of_base_env("stand_ins")
+    ends_with_step: tuple[str, ...] = _of_base_env("ends_with_step")
+    read_at_reset: tuple[str, ...] = _of_base_env("read_at_reset")
+    has_token_rewards: bool = _of_base_env("has_token_rewards")
+    batch_locked: bool = _of_base_env("batch_locked")
+    run_type_checks: bool = _of_base_env("run_type_checks")
+    allow_done_after_reset: bool = _of_base_env("allow_done_after_reset")
 
     @property
     def batch_size(self) -> torch.Size:
@@ -712,11 +705,6 @@ class WrapperEnv(EnvBase):
     def device(self, value: torch.device | str | None) -> None:
         self.to(value)
 
-    @property
-    def batch_locked(self) -> bool:  # type: ignore[override]
-        """As for the base environment."""
-        return self.base_env.batch_locked
-
     def moment(self) -> object:
         """Differs once somebody has reset or stepped the environment, or one that it is made of."""
         return self.num_uses, self.base_env.moment()
@@ -729,16 +717,6 @@ class WrapperEnv(EnvBase):
     def fit_policy(self, policy: Any) -> bool:
         """Take from a policy what the environment lacks, before the two meet; by default, nothing."""
         return self.base_env.fit_policy(policy)
-
-    @property
-    def run_type_checks(self) -> bool:  # type: ignore[override]
-        """As for the base environment."""
-        return self.base_env.run_type_checks
-
-    @property
-    def allow_done_after_reset(self) -> bool:  # type: ignore[override]
-        """As for the base environment."""
-        return self.base_env.allow_done_after_reset
 
 
 class WrapperArrays(ArrayEnv):

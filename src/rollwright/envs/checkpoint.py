@@ -108,8 +108,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 _FORMER_MODULES = {  # in states that were saved before these had their names
-    "rollwright.envs.checkpoint": "rollwright.envs.checkpoint",
+    "rollwright.envs.checkpoint.snapshot": "rollwright.envs.checkpoint",
     "rollwright.envs.libs._codecs": "rollwright.envs.libs.codecs",
+    "rollwright.envs.libs._info": "rollwright.envs.libs.gym_rows",
+    "rollwright.envs.libs._make": "rollwright.envs.libs.building",
+    "rollwright.envs.libs.dm_control.adapter": "rollwright.envs.libs.dm_control",
+    "rollwright.envs.libs.pettingzoo.agents": "rollwright.envs.libs.pettingzoo",
+    "rollwright.envs.libs.pettingzoo.groups": "rollwright.envs.libs.pettingzoo",
+    "rollwright.envs.libs.vector.batched": "rollwright.envs.libs.vector",
+    "rollwright.envs.libs.vector.episodes": "rollwright.envs.libs.vector",
+    "rollwright.envs.libs.vector.in_turn": "rollwright.envs.libs.vector",
+    "rollwright.envs.libs.vector.parts": "rollwright.envs.libs.vector",
+    "rollwright.envs.recreation.policy": "rollwright.envs.recreation",
     "rollwright.collectors.rollout.paths.dialogs": "rollwright.collectors.rollout.paths.conversations.dialogs",
 }
 

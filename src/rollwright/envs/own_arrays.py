@@ -27,7 +27,7 @@ from rollwright.envs.arrays import (
     check_flags,
     check_open,
     entries_of,
-    named_error,
+    raise_named,
     refuse_overrides,
 )
 from rollwright.envs.tensordicts_on_arrays import RootTensorDicts
@@ -72,6 +72,14 @@ def refuse_more(env: EnvBase, known: type[EnvBase], *, own: bool) -> None:
     for name, is_there in others.items():
         if is_there:
             raise NotNative(f"{type(env).__name__} speaks TensorDict: it has {name}")
+
+
+def unfit_outcome(form: Any, call: str, completed: TensorDictBase) -> UnfitOutcome:
+    """The outcome of a step or a reset that is of another form than the specs announce."""
+    announced = {*form.entries, *(form.rewards if call == "step" else ()), *form.root_flags, *form.flags}
+    more = [key for key in leaf_keys(completed) if key not in announced]
+    what = f"{key_str(more)}, which no spec announces" if more else f"a {type(completed).__name__} of another form"
+    return UnfitOutcome(f"its {call} returns {what}", completed)
 
 
 Method = Callable[..., Any]
@@ -161,10 +169,8 @@ class OwnArrays(ArrayEnv):
             check_open(env, "step")
         try:
             return self._step(td)
-        except RollwrightError:
-            raise
         except Exception as error:
-            raise named_error(env, "step", error) from error
+            raise_named(env, "step", error)
 
     def finish(self, td: TensorDict, outcome: Any) -> Values:
         """The outcome of :meth:`step`, of what :meth:`begin` has returned."""
@@ -173,7 +179,7 @@ class OwnArrays(ArrayEnv):
             completed = complete_step(self._env, td, outcome)
             out = self._read(completed, follows=False)
             if out is None:
-                raise self._unfit("step", completed)
+                raise unfit_outcome(self, "step", completed)
         return out
 
     def in_turn(self, parts: Sequence[ArrayEnv], name_error: NameRow) -> RowsStep | None:
@@ -198,10 +204,8 @@ class OwnArrays(ArrayEnv):
         check_open(env, "reset")
         try:
             fresh = self._begin(td, **kwargs)
-        except RollwrightError:
-            raise
         except Exception as error:
-            raise named_error(env, "reset", error) from error
+            raise_named(env, "reset", error)
         out = self._read_reset(fresh)
         if out is None:
             completed = complete_reset(env, td, fresh)
@@ -209,14 +213,8 @@ class OwnArrays(ArrayEnv):
                 check_alive(env, completed, {(): td.get("_reset")})
             out = self._read_reset(completed)
             if out is None:
-                raise self._unfit("reset", completed)
+                raise unfit_outcome(self, "reset", completed)
         return out
-
-    def _unfit(self, call: str, completed: TensorDictBase) -> UnfitOutcome:
-        announced = {*self.entries, *(self.rewards if call == "step" else ()), *self.root_flags}
-        more = [key for key in leaf_keys(completed) if key not in announced]
-        what = f"{key_str(more)}, which no spec announces" if more else f"a {type(completed).__name__} of another form"
-        return UnfitOutcome(f"its {call} returns {what}", completed)
 
     # From the environment ---------------------------------------------------------------------
 

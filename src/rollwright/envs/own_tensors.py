@@ -10,14 +10,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from rollwright._keys import NestedKey, key_str, leaf_keys, place, unravel
+from rollwright._keys import NestedKey, key_str, place, unravel
 from rollwright.data.entries import unchecked_td
 from rollwright.data.layout import DoneGroup
 from rollwright.data.specs import Composite, NonTensor, StackedComposite, TensorSpec
 from rollwright.envs._results import check_alive, complete_reset, complete_step, done_after_reset
-from rollwright.envs.arrays import UnfitOutcome, check_open, named_error
-from rollwright.envs.own_arrays import refuse_more, specs_of
-from rollwright.errors import NotNative, RollwrightError
+from rollwright.envs.arrays import check_open, raise_named
+from rollwright.envs.own_arrays import refuse_more, specs_of, unfit_outcome
+from rollwright.errors import NotNative
 
 if TYPE_CHECKING:
     from rollwright.envs.base import EnvBase
@@ -187,16 +187,14 @@ class OwnTensors:
             check_open(env, "step")
         try:
             outcome = self._step(td)
-        except RollwrightError:
-            raise
         except Exception as error:
-            raise named_error(env, "step", error) from error
+            raise_named(env, "step", error)
         out = self._read(outcome) if outcome is not td else None
         if out is None:
             completed = complete_step(env, td, outcome)
             out = self._read(completed, follows=False)
             if out is None:
-                raise self._unfit("step", completed)
+                raise unfit_outcome(self, "step", completed)
         return out
 
     def reset(self, td: TensorDictBase | None, *, after_step: bool = False, **kwargs: Any) -> Tensors:
@@ -217,10 +215,8 @@ class OwnTensors:
         check_open(env, "reset")
         try:
             fresh = (self._after_step if after_step else self._begin)(td, **kwargs)
-        except RollwrightError:
-            raise
         except Exception as error:
-            raise named_error(env, "reset", error) from error
+            raise_named(env, "reset", error)
         marked = None if td is None else td.get("_reset")
         out = self._read_reset(fresh, marked)
         if out is None:
@@ -229,7 +225,7 @@ class OwnTensors:
                 check_alive(env, completed, {(): marked})
             out = self._read_reset(completed, marked)
             if out is None:
-                raise self._unfit("reset", completed)
+                raise unfit_outcome(self, "reset", completed)
         return out
 
     def no_flags(self) -> Tensors:
@@ -246,12 +242,6 @@ class OwnTensors:
         dead, self._dead = self._dead, None
         if dead is not None and bool(dead.any()):
             raise done_after_reset(self._env, "done")
-
-    def _unfit(self, call: str, completed: TensorDictBase) -> UnfitOutcome:
-        announced = {*self.entries, *(self.rewards if call == "step" else ()), *self.root_flags, *self.flags}
-        more = [key for key in leaf_keys(completed) if key not in announced]
-        what = f"{key_str(more)}, which no spec announces" if more else f"a {type(completed).__name__} of another form"
-        return UnfitOutcome(f"its {call} returns {what}", completed)
 
     # What it returns ----------------------------------------------------------------------------
 

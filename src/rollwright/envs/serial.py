@@ -331,12 +331,7 @@ class SerialEnv(IndexedEnvs):
 
     def seed_rows(self, rows: Sequence[int], seed: int | None, static_seed: bool) -> int | None:
         """Seed some environments."""
-        last = None
-        for row in rows:
-            last = self._envs[row].set_seed(seed, static_seed)
-            if seed is not None and last is not None and not static_seed:
-                seed = last + 1
-        return last
+        return self.seed_each(rows, seed, static_seed, lambda row, *given: self._envs[row].set_seed(*given))
 
     def to(self, device: torch.device | str | int | None) -> SerialEnv:  # type: ignore[override]
         """Move the environments and the batch; returns the environment."""

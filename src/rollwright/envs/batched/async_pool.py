@@ -201,12 +201,7 @@ class AsyncEnvPool(AsyncHalves):
 
     def _seed_envs(self, seed: int | None, static_seed: bool) -> int | None:
         self._check_idle("set_seed")
-        last = None
-        for row in range(self.num_workers):
-            last = self._slots.set_seed(row, seed, static_seed)
-            if seed is not None and last is not None and not static_seed:
-                seed = last + 1
-        return last
+        return self.seed_each(range(self.num_workers), seed, static_seed, self._slots.set_seed)
 
     def to(self, device: torch.device | str | int | None) -> AsyncEnvPool:  # type: ignore[override]
         """Move the environments and the batch; returns the environment."""

@@ -225,6 +225,21 @@ class BatchedEnv(EnvBase):
             return complete_step(self, outcome.empty(), outcome)
         return complete_reset(self, None if whole else outcome.empty(), outcome)
 
+    def seed_each(
+        self,
+        rows: Iterable[int],
+        seed: int | None,
+        static_seed: bool,
+        one: Callable[..., int | None],
+    ) -> int | None:
+        """Seed some environments by ``one(row, seed, static_seed)``; see :meth:`IndexedEnvs.seed_rows`."""
+        last = None
+        for row in rows:
+            last = one(row, seed, static_seed)
+            if seed is not None and last is not None and not static_seed:
+                seed = last + 1
+        return last
+
     def named_error(self, worker: int, error: RollwrightError) -> RollwrightError:
         """What the environment of a worker raised, with the worker's place in front."""
         return renamed(f"{type(self).__name__}[{worker}]", error)

@@ -433,18 +433,7 @@ class EnvFacts(NamedTuple):
 
 def describe(hosted: Hosted) -> EnvFacts:
     """What is to be known of an environment."""
-    env = hosted.env
-    return EnvFacts(
-        env.batch_size,
-        env.device,
-        env.allow_done_after_reset,
-        env.full_observation_spec,
-        env.full_state_spec,
-        env.full_action_spec,
-        env.full_reward_spec,
-        env.full_done_spec,
-        repr(hosted.inner),
-    )
+    return EnvFacts(*(getattr(hosted.env, name) for name in EnvFacts._fields[:-1]), text=repr(hosted.inner))
 
 
 def array_facts(hosted: Hosted) -> ArrayFacts:

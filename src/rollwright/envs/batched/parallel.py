@@ -73,13 +73,10 @@ class RemoteEnvs(IndexedEnvs):
 
     def seed_rows(self, rows: Sequence[int], seed: int | None, static_seed: bool) -> int | None:
         """Seed some environments, each with what follows the last seed of the one before; returns the last."""
-        last = None
         self._hosted.num_seedings += 1
-        for row in rows:
-            last = self._ask(host.set_seed, seed, static_seed, rows=[row])[row]
-            if seed is not None and last is not None and not static_seed:
-                seed = last + 1
-        return last
+        return self.seed_each(
+            rows, seed, static_seed, lambda row, *given: self._ask(host.set_seed, *given, rows=[row])[row]
+        )
 
     def to(self, device: torch.device | str | int | None) -> Self:  # type: ignore[override]
         """Move the environments and the batch; returns the environment."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from rollwright._keys import NestedKey, as_tuple, is_private, unravel
 from rollwright._tensors import as_tensor
 from rollwright.data.specs import Composite, NonTensor, TensorSpec, Unbounded
-from rollwright.envs.arrays import Entry, NameRow, Values, check_open, named_error
+from rollwright.envs.arrays import Entry, NameRow, Values, check_open, raise_named
 from rollwright.envs.libs.library import LibraryEnv
 from rollwright.envs.utils import check_env_specs
-from rollwright.errors import EnvError, RollwrightError, SpecError
+from rollwright.errors import EnvError, SpecError
 
 if TYPE_CHECKING:
     from rollwright.envs.libs.gym import GymWrapper
@@ -367,11 +367,7 @@ class GymRows:
 
     def _fail(self, i: int, env: GymWrapper, error: Exception) -> NoReturn:
         """Raise what an environment's step ended with, as :meth:`LibraryArrays.step` and who calls it do."""
-        if isinstance(error, RollwrightError) and not isinstance(error, EnvError):
-            raise error
         try:
-            if isinstance(error, EnvError):
-                raise error
-            raise named_error(env, "step", error) from error
+            raise_named(env, "step", error)
         except EnvError as named:
             raise self._name_error(i, named) from named

@@ -28,12 +28,12 @@ from rollwright.envs.arrays import (
     check_flags,
     check_open,
     entries_of,
-    named_error,
     objects_of,
+    raise_named,
     refuse_overrides,
 )
 from rollwright.envs.base import EnvBase
-from rollwright.errors import NotNative, RollwrightError
+from rollwright.errors import NotNative
 
 _METHODS = (*STEPPING, "_step", "_reset")
 _COLUMNS = ("reward", *FLAGS)  # ``[*batch]``, and in a TensorDict ``[*batch, 1]``
@@ -172,10 +172,8 @@ class LibraryArrays(ArrayEnv):
             check_open(self._env, "step")
         try:
             values = self._env.step_values(root)
-        except RollwrightError:
-            raise
         except Exception as error:
-            raise named_error(self._env, "step", error) from error
+            raise_named(self._env, "step", error)
         if self._readers and _forms_of(values) != self._after_step:
             raise _unfit(complete_step(self._env, unchecked_td({}), self._env.tensordict_of(values)))
         return values
@@ -185,10 +183,8 @@ class LibraryArrays(ArrayEnv):
         check_open(self._env, "reset")
         try:
             values = self._env.reset_values(None if rows is None else rows.reshape(-1), **kwargs)
-        except RollwrightError:
-            raise
         except Exception as error:
-            raise named_error(self._env, "reset", error) from error
+            raise_named(self._env, "reset", error)
         if self._readers and _forms_of(values) != self._after_reset:
             given = None if rows is None else unchecked_td({})
             raise _unfit(complete_reset(self._env, given, self._env.tensordict_of(values)))

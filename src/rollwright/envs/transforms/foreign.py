@@ -394,8 +394,7 @@ class ForeignTransform(Transform):
         return getattr(self._placed(), name)(*args)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        changed: TensorDictBase = self._theirs("_call", next_tensordict)
-        return changed
+        return cast(TensorDictBase, self._theirs("_call", next_tensordict))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         changed: TensorDictBase = self._theirs("_step", tensordict, next_tensordict)
@@ -427,18 +426,15 @@ class ForeignTransform(Transform):
         return tensordict.select(*keys, strict=False)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        changed: TensorDictBase = self._theirs("_inv_call", tensordict)
-        return changed
+        return cast(TensorDictBase, self._theirs("_inv_call", tensordict))
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
         """What the environment is given for ``tensordict``, which is left as it is."""
-        changed: TensorDictBase = self._placed().inv(tensordict)
-        return changed
+        return cast(TensorDictBase, self._placed().inv(tensordict))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Change data outside of an environment: applies ``_apply_transform`` to the root's entries."""
-        changed: TensorDictBase = self._placed()(tensordict)
-        return changed
+        return cast(TensorDictBase, self._placed()(tensordict))
 
     def trim_frame(self, frame: TensorDictBase, following: TensorDictBase) -> None:
         """Change a frame once the data of the next step were taken from it, see :meth:`EnvBase.trim_frame`."""
@@ -454,16 +450,13 @@ class ForeignTransform(Transform):
 
     def complete_fake(self, fake: TensorDictBase) -> TensorDictBase:
         """What :meth:`EnvBase.fake_tensordict` gives, where frames have other entries than the specs say."""
-        changed: TensorDictBase = self._theirs("transform_fake_tensordict", fake)
-        return changed
+        return cast(TensorDictBase, self._theirs("transform_fake_tensordict", fake))
 
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
-        changed: torch.Tensor = self._theirs("_apply_transform", obs)
-        return changed
+        return cast(torch.Tensor, self._theirs("_apply_transform", obs))
 
     def _inv_apply_transform(self, state: torch.Tensor) -> torch.Tensor:
-        changed: torch.Tensor = self._theirs("_inv_apply_transform", state)
-        return changed
+        return cast(torch.Tensor, self._theirs("_inv_apply_transform", state))
 
     @property
     def inverts(self) -> bool:

@@ -27,8 +27,8 @@ from rollwright.envs.arrays import (
     array_form,
     check_flags,
     check_open,
-    named_error,
     objects_of,
+    raise_named,
     refuse_overrides,
 )
 from rollwright.envs.base import WrapperArrays
@@ -257,10 +257,8 @@ class TransformedTensors(OwnTensors):
                 out = {**{key: preset.get(key) for key in leaf_keys(preset)}, **out}
             for part in self._parts:
                 part._change(self._kind, given, out)
-        except RollwrightError:
-            raise
         except Exception as error:
-            raise named_error(self._env, "step", error) from error
+            raise_named(self._env, "step", error)
         self._ends_there = out["done"] is ended
         return out
 
@@ -295,10 +293,8 @@ class TransformedTensors(OwnTensors):
         try:
             for part in self._parts:
                 part._begin(self._kind, {} if td is None else td, fresh)
-        except RollwrightError:
-            raise
         except Exception as error:
-            raise named_error(self._env, "reset", error) from error
+            raise_named(self._env, "reset", error)
         for key, (shape, dtype) in self.flags.items():
             if key not in fresh:
                 fresh[key] = zeros(shape, dtype=dtype, device=self.device)
@@ -425,20 +421,16 @@ class TransformedArrays(WrapperArrays):
         try:
             for inverse in self._inverses:
                 inverse(given)
-        except RollwrightError:
-            raise
         except Exception as error:
-            raise named_error(self._env, "step", error) from error
+            raise_named(self._env, "step", error)
         return given
 
     @contextmanager
     def _named_errors(self, call: str) -> Iterator[None]:
         try:
             yield
-        except RollwrightError:
-            raise
         except Exception as error:
-            raise named_error(self._env, call, error) from error
+            raise_named(self._env, call, error)
 
     def stepper(self) -> Callable[[Values], Values]:
         """A function that steps once more from a root, for a transform in :meth:`Transform.on_arrays`."""
@@ -474,10 +466,8 @@ class TransformedArrays(WrapperArrays):
             self._chain.step(root, out)
         except ChainDeviation as found:
             raise self._finished(root, found.place, found.deviation.changed, str(found)) from None
-        except RollwrightError:
-            raise
         except Exception as error:
-            raise named_error(self._env, "step", error) from error
+            raise_named(self._env, "step", error)
         return out
 
     def _finished(self, root: Values, place: int, outcome: TensorDictBase, reason: str) -> UnfitOutcome:

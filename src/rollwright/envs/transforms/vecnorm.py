@@ -244,9 +244,6 @@ def unbounded_float(spec: TensorSpec) -> TensorSpec:
     return Unbounded(spec.shape, device=spec.device, dtype=dtype or torch.float32)
 
 
-_SUMS = ("weight", "mean", "spread")
-
-
 class Stats(NamedTuple):
     """Running statistics of an entry, each of its shape below the batch (see :class:`VecNorm`)."""
 
@@ -295,7 +292,7 @@ class VecNorm(RunningNorm):
         tensor(2.)
     """
 
-    _statistics = _SUMS
+    _statistics = Stats._fields
 
     def __new__(cls, *args: Any, new_api: bool | None = None, **kwargs: Any) -> Any:
         """The transform, or a :class:`VecNormV2`."""
@@ -330,7 +327,7 @@ class VecNorm(RunningNorm):
     # Data -------------------------------------------------------------------------------------
 
     def _begun(self, value: torch.Tensor, ndim: int) -> Stats:
-        return Stats(*(value.new_zeros(value.shape[ndim:]) for _ in _SUMS))
+        return Stats(*(value.new_zeros(value.shape[ndim:]) for _ in Stats._fields))
 
     def _scaled(self, numbers: Sequence[Any], value: Any, seen: Any, fresh: torch.Tensor | None, ndim: int) -> Any:
         weight, mean, spread = numbers
@@ -351,9 +348,6 @@ class VecNorm(RunningNorm):
         mean += total(offset, ndim) / weight
         spread *= self.decay
         spread += total(offset * (value - mean), ndim)
-
-
-_MOVING = ("count", "loc", "var")
 
 
 class Averages(NamedTuple):
@@ -409,7 +403,7 @@ class VecNormV2(RunningNorm):
         tensor(2.)
     """
 
-    _statistics = _MOVING
+    _statistics = ("count", "loc", "var")
 
     def __init__(
         self,
@@ -464,23 +458,6 @@ class VecNormV2(RunningNorm):
         if number.device.type == "cpu":
             return torch.from_numpy(np.asarray(self._share(number.numpy())))
         return -torch.expm1(number.clamp_min(1).double() * math.log(self.decay))
-
-    def denorm(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The reverse: ``in_keys`` from ``out_keys``, by the numbers of now.
-
-        Returns:
-            A shallow copy of ``tensordict``.
-
-        Raises:
-            RuntimeError: an entry was never seen.
-        """
-        changed = tensordict.clone(False)
-        for index, (in_key, out_key) in enumerate(self._pairs()):
-            loc, scale = self._seen_loc_scale(index)
-            value = tensordict.get(out_key, None)
-            if value is not None:
-                changed.set(in_key, value * scale + loc)
-        return changed
 
     # Data -------------------------------------------------------------------------------------
 
