@@ -62,12 +62,12 @@ BUDGETS = {
     "data/llm": (2388, 2056),  # pass@k, numbers of chats, where records come from
     "data/replay_buffers": (7080, 6685),
     "data/replay_buffers/service": (1505, 1415),
-    "envs": (3925, 3610),
-    "envs/batched": (2765, 2595),
-    "envs/libs": (3720, 3290),
+    "envs": (3780, 3595),
+    "envs/batched": (2760, 2590),
+    "envs/libs": (3715, 3285),
     "envs/llm": (3812, 3422),
     "envs/llm/agents": (870, 745),  # a server of its own, programs and their limits
-    "envs/transforms": (4345, 3975),
+    "envs/transforms": (4230, 3955),
     "modules": (2410, 2020),
     "modules/llm": (3354, 3025),  # prompts that vLLM divides on a CPU
     "policies": (3095, 3015),
