@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -20,8 +21,11 @@ from tests.programs import Programs
 
 from rollwright.data import Categorical, Composite, Unbounded
 from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv
-from rollwright.envs.checkpoint import load_env, save_env
-from rollwright.envs.libs import EnvPoolEnv
+from rollwright.envs.checkpoint import load_env, save_env, unpacked
+from rollwright.envs.libs import EnvPoolEnv, default_info_dict_reader
+from rollwright.envs.libs.pettingzoo import AgentGroup
+from rollwright.envs.libs.vector import VectorEpisodes
+from rollwright.envs.recreation import RecreationPolicy
 from rollwright.envs.transforms import ActionMask, CatFrames, StepCounter, Transform, VecNorm
 from rollwright.errors import EnvError
 from rollwright.testing.mocking_classes import CountingEnv, HeterogeneousCountingEnv
@@ -485,3 +489,14 @@ def test_dynamic_shapes_are_no_obstacle() -> None:
     load_env(env, fresh)
     assert env.transform.frames_0 is None
     assert isinstance(env.full_observation_spec["observation"], Unbounded)
+
+
+def test_what_was_saved_before_modules_were_joined_is_read() -> None:
+    for kind, before in (
+        (RecreationPolicy, "rollwright.envs.recreation.policy"),
+        (default_info_dict_reader, "rollwright.envs.libs._info"),
+        (VectorEpisodes, "rollwright.envs.libs.vector.episodes"),
+        (AgentGroup, "rollwright.envs.libs.pettingzoo.agents"),
+    ):
+        data = pickle.dumps(kind, protocol=0).replace(kind.__module__.encode(), before.encode())
+        assert unpacked(torch.frombuffer(bytearray(data), dtype=torch.uint8)) is kind

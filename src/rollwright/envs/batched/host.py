@@ -433,7 +433,7 @@ class EnvFacts(NamedTuple):
 
 def describe(hosted: Hosted) -> EnvFacts:
     """What is to be known of an environment."""
-    return EnvFacts(*(getattr(hosted.env, name) for name in EnvFacts._fields[:-1]), repr(hosted.inner))
+    return EnvFacts._make([*(getattr(hosted.env, name) for name in EnvFacts._fields[:-1]), repr(hosted.inner)])
 
 
 def array_facts(hosted: Hosted) -> ArrayFacts:
