@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import Signature, signature
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar, cast
 
@@ -638,7 +639,7 @@ class EnvBase(EnvSpecs, metaclass=_EnvMeta):
 
 def _of_base_env(name: str) -> Any:
     """A property that is the base environment's."""
-    return property(lambda env: getattr(env.base_env, name), doc=f"See :attr:`EnvBase.{name}`; the base environment's.")
+    return property(attrgetter(f"base_env.{name}"), doc=f"See :attr:`EnvBase.{name}`; the base environment's.")
 
 
 class WrapperEnv(EnvBase):
