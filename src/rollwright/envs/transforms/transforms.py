@@ -9,6 +9,7 @@ from typing import Any
 from rollwright.data.specs import Composite
 from rollwright.envs.transforms import *  # noqa: F403 - all of its __all__
 from rollwright.envs.transforms import Transform
+from rollwright.envs.transforms import __all__ as __all__
 from rollwright.envs.transforms.base import map_spec
 
 _ChangeOfSpec = Callable[[Any, Any], Any]
