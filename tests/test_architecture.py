@@ -54,7 +54,7 @@ BUDGETS = {
     "collectors/evaluation": (1441, 1245),  # conversations, too
     "collectors/llm": (580, 504),  # Ray has a class of its own
     "collectors/reports": (460, 465),
-    "collectors/rollout": (5935, 5740),
+    "collectors/rollout": (5940, 5746),
     "collectors/workers": (3323, 3104),
     "collectors/workers/remote": (1350, 1320),
     "data": (4220, 3895),

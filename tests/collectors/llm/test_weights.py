@@ -443,3 +443,18 @@ def test_updates_while_a_thread_collects_lose_no_conversation(mode):
     assert max(difference(row) for row in rows[::4]) < 1e-4
     mixed = sum(len(set(row["tokens_policy_version"].tolist())) > 1 for row in rows)
     assert mixed > 0 if mode == "in_flight" else mixed == 0
+
+
+def test_of_updates_that_come_at_once_the_engine_gets_the_last_with_its_own_version(monkeypatch):
+    policy, given = wrapper(), []
+    load = policy.engine.update_weights
+    monkeypatch.setattr(
+        policy.engine, "update_weights", lambda weights, version, **how: given.append(version) or load(weights, version)
+    )
+    buffer = ReplayBuffer(storage=LazyStackStorage(1000))
+    with LLMCollector(env(), policy, dialog_turns_per_batch=1, replay_buffer=buffer) as collector:
+        collector.start()
+        with collector._background.thread.condition:  # its thread takes no weights meanwhile
+            assert [collector.update_policy_weights_(trained()) for _ in range(3)] == [1, 2, 3]
+        wait_until(lambda: policy.engine.version == 3)
+        assert given == [3]

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any, Literal, TypeVar
@@ -168,7 +168,7 @@ class CollectorThread(DaemonThread):
     Args:
         deliver: collects and writes one batch; returns whether there may be more.
         interrupted: of the collector: whether the rollout ends after this step.
-        applied: called with the version of weights that have just come into force.
+        apply: brings new weights into force, which have a version.
         ended: called in the thread when it ends.
         version: of the weights in force.
         timer: of the rollout.
@@ -180,7 +180,7 @@ class CollectorThread(DaemonThread):
         deliver: Callable[[], bool],
         interrupted: Callable[[], bool],
         *,
-        applied: Callable[[int], None],
+        apply: Callable[[Sequence[_Apply], int], None],
         ended: Callable[[], None],
         version: int,
         timer: StageTimer,
@@ -188,7 +188,7 @@ class CollectorThread(DaemonThread):
     ) -> None:
         super().__init__("rollwright-collector")
         self._deliver, self._interrupted = deliver, interrupted
-        self._applied, self._ended = applied, ended
+        self._apply, self._ended = apply, ended
         self._exploration = exploration_type
         self.version = version  # the newest that was published
         self._updates: dict[str, _Apply] = {}
@@ -245,11 +245,9 @@ class CollectorThread(DaemonThread):
 
     def _apply_updates(self) -> None:
         updates, self._updates = self._updates, {}
-        for apply in updates.values():
-            apply()
         if self._new_version:
             self._new_version = False
-            self._applied(self.version)
+            self._apply(list(updates.values()), self.version)
 
     # What others ask --------------------------------------------------------------------------------
 
@@ -486,7 +484,7 @@ class Background(BufferFiller):
         self.thread = thread = CollectorThread(
             self._deliver_one,
             rollout.interrupted or never,
-            applied=self._applied,
+            apply=self._rollout.acting.take,
             ended=self._ended,
             version=rollout.acting.version,
             timer=rollout.timer,
@@ -499,9 +497,6 @@ class Background(BufferFiller):
 
     def _come_by(self, thread: CollectorThread) -> None:
         self._interrupted, self._rollout.interrupted = self._rollout.interrupted, thread.checkpoint
-
-    def _applied(self, version: int) -> None:
-        self._rollout.acting.version = version
 
     def _ended(self) -> None:
         self._rollout.interrupted = self._interrupted
@@ -603,10 +598,8 @@ class Background(BufferFiller):
         return self.step_lock.between_steps(lambda: self._apply(updates))
 
     def _apply(self, updates: Mapping[str, Callable[[], None]]) -> int:
-        for apply in updates.values():
-            apply()
         acting = self._rollout.acting
-        acting.version += 1
+        acting.take(list(updates.values()), acting.version + 1)
         return acting.version
 
     def stats(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import CellType, FunctionType
@@ -375,6 +375,7 @@ class ActingPolicy:
         }
         self._owns_engine = options.policy_factory is not None
         self._tracker: Any = None
+        self._coming: int | None = None  # the version of the weights that are taken now
         stamped = 0 if self.engine is None else self.engine.version
         self._version = stamped if isinstance(stamped, int) else 0
 
@@ -404,6 +405,16 @@ class ActingPolicy:
         self._tracker = tracker
         self.version = self._version
 
+    def take(self, updates: Sequence[Callable[[], None]], version: int) -> None:
+        """Act with new weights, which have a version; it may be several above the one before."""
+        self._coming = version
+        try:
+            for update in updates:
+                update()
+        finally:
+            self._coming = None
+        self.version = version
+
     def update_engine(self, weights: Any) -> None:
         """Give the engine new weights, as the options say; their version is counted next.
 
@@ -414,7 +425,7 @@ class ActingPolicy:
             raise ValueError(
                 f"weights of an engine: the policy ({type(self.policy).__name__}) has none. Pass one with an engine."
             )
-        number = self._version + 1
+        number = self._version + 1 if self._coming is None else self._coming
         version = self._tracker.at(number) if hasattr(self._tracker, "at") else number
         self.engine.update_weights(weights, version, **self._update_how)
 

@@ -171,7 +171,7 @@ if __name__ == "__main__":
         time.sleep(0.5)
 
 
-@pytest.mark.parametrize(("cache", "updates", "turns"), [("keep", 200, 1360)])
+@pytest.mark.parametrize(("cache", "updates", "turns"), [("rebuild", 200, 1360), ("keep", 50, 160)])
 def test_nothing_is_lost_where_weights_change_while_conversations_run(
     llm: Any, models: list[Any], cache: str, updates: int, turns: int
 ) -> None:
