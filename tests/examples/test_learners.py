@@ -67,6 +67,20 @@ def test_goes_on_from_its_checkpoint_as_if_it_had_not_ended(programs, tmp_path, 
     assert sorted(path.name for path in whole.iterdir()) == ["checkpoint.pt", "progress.csv"]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_run_of_ppo_has_the_weights_of_the_uninterrupted_one(programs, tmp_path, workers):
+    options = ["--epochs", 1, "--total-frames", 3 * 2048, "--workers", workers, "--log-dir"]
+    first = programs.run(*command(PPO, *options, tmp_path / "first", "--goal", 10))
+    assert points_of(first.stdout)[-1][0] < 3 * 2048
+    programs.run(*command(PPO, *options, tmp_path / "first", "--goal", 1e9, "--resume"))
+    programs.run(*command(PPO, *options, tmp_path / "whole", "--goal", 1e9))
+    resumed, whole = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("first", "whole"))
+    assert workers or resumed["curve"] == whole["curve"]  # workers end episodes in any order: the mean is of others
+    for name in ("actor", "critic"):
+        for key, value in whole[name].items():
+            assert torch.equal(resumed[name][key], value)
+
+
 ENDLESS = {
     PPO: ["--num-envs", 4, "--steps", 64, "--workers", 2],
     DQN: ["--workers", 2, "--warm-up", 256],
