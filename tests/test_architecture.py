@@ -58,7 +58,7 @@ BUDGETS = {
     "collectors/workers": (3323, 3104),
     "collectors/workers/remote": (1350, 1320),
     "data": (4220, 3895),
-    "data/datasets": (930, 800),
+    "data/datasets": (933, 804),
     "data/llm": (2388, 2056),  # pass@k, numbers of chats, where records come from
     "data/replay_buffers": (7080, 6685),
     "data/replay_buffers/service": (1505, 1415),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -70,3 +71,19 @@ def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'rollwright\[parquet\]'"):
         save_parquet(batch(), tmp_path / "frames.parquet")
+
+
+def test_a_folder_of_hugging_face_is_read(tmp_path):
+    """As ``Dataset.save_to_disk()`` writes it: streams of Arrow in shards, listed in ``state.json``."""
+    arrow = pytest.importorskip("pyarrow")
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for n, name in enumerate(names):
+        table = arrow.table({"observation": [[1.0 + n, 2.0], [3.0, 4.0]], "next.reward": [0.5, 1.5 + n]})
+        with arrow.OSFile(str(tmp_path / name), "wb") as file, arrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (tmp_path / "dataset_info.json").write_text("{}")
+    frames = load_dataset(tmp_path)
+    assert frames["observation"].tolist() == [[1.0, 2.0], [3.0, 4.0], [2.0, 2.0], [3.0, 4.0]]
+    assert frames["next", "reward"].tolist() == [0.5, 1.5, 0.5, 2.5]
+    assert load_dataset(tmp_path, start=1, stop=3)["next", "reward"].tolist() == [1.5, 0.5]

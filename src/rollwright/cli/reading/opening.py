@@ -16,7 +16,7 @@ from rollwright._video import as_frames
 from rollwright.cli.errors import Failure, plain
 from rollwright.data.datasets import describe_dataset, load_dataset
 from rollwright.data.datasets.description import COMPACT, DESCRIPTION, FRAMES
-from rollwright.data.datasets.formats import PREFIX, SUFFIX, minari_folder
+from rollwright.data.datasets.formats import PREFIX, is_parquet, minari_folder
 from rollwright.data.layout import TRAJ_IDS
 from rollwright.data.loading import load_mapped, load_saved
 from rollwright.data.replay_buffers import LazyMemmapStorage, RaggedStorage
@@ -66,8 +66,7 @@ def open_frames(path: Path, *, allow_pickle: bool = False) -> Found:
     if path.name in (ROWS_FILE, LIST_FILE, STATE_FILE):
         path = path.parent
     try:
-        is_parquet = path.suffix == SUFFIX and path.is_file()
-        if str(path).startswith(PREFIX) or is_parquet or minari_folder(path) is not None:
+        if str(path).startswith(PREFIX) or (path.exists() and is_parquet(path)) or minari_folder(path) is not None:
             return Found(load_dataset(path))
         if not path.exists():
             raise Failure(

@@ -15,7 +15,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from rollwright._keys import key_str, leaves, unravel
-from rollwright.data.datasets.formats import PREFIX, SUFFIX, load_minari, load_parquet, minari_folder
+from rollwright.data.datasets.formats import PREFIX, is_parquet, load_minari, load_parquet, minari_folder
 from rollwright.data.encoding import Decoder, DecodingError, encode
 from rollwright.data.loading import load_mapped, named, pickles_in
 from rollwright.errors import DamagedFileError
@@ -277,7 +277,8 @@ def load_dataset(path: str | os.PathLike[str], *, start: int = 0, stop: int | No
 
     Args:
         path: folder written by :class:`DatasetWriter` or ``rollwright collect``; a dataset of Minari: its folder, or
-            ``"minari:NAME"``; or a file of :func:`~rollwright.data.datasets.save_parquet`, read into memory too.
+            ``"minari:NAME"``; or a Parquet file, or a folder of ``save_to_disk()`` of Hugging
+            Face's ``Dataset``, read into memory too.
         start: the first step to read, of each environment.
         stop: the step behind the last; None: all.
 
@@ -303,7 +304,7 @@ def load_dataset(path: str | os.PathLike[str], *, start: int = 0, stop: int | No
     """
     if str(path).startswith(PREFIX) or minari_folder(Path(path)) is not None:
         return _steps_of(load_minari(str(path) if str(path).startswith(PREFIX) else Path(path)), path, start, stop)
-    if Path(path).suffix == SUFFIX and not Path(path).is_dir():
+    if is_parquet(Path(path)):
         return _steps_of(load_parquet(Path(path)), path, start, stop)
     description = describe_dataset(path)
     steps = description["steps"]

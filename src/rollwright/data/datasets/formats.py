@@ -22,6 +22,21 @@ _MINARI = "metadata.json"
 _DATA = "data"  # the folder that Minari writes to, in that of a dataset
 
 
+def is_parquet(path: Path) -> bool:
+    """Whether :func:`load_parquet` reads it: a Parquet file, or a folder of ``save_to_disk()`` of Hugging Face."""
+    if path.is_dir():
+        return (path / _SHARDS).is_file() and (path / _INFO).is_file()
+    return path.suffix == SUFFIX
+
+
+def _saved_to_disk(arrow: Any, folder: Path) -> Any:
+    """The table in a folder of ``save_to_disk()``: streams of Arrow, which ``state.json`` lists."""
+    names = [each["filename"] for each in json.loads((folder / _SHARDS).read_text())["_data_files"]]
+    return arrow.concat_tables(
+        [arrow.ipc.open_stream(arrow.memory_map(str(folder / name))).read_all() for name in names]
+    )
+
+
 def minari_folder(path: Path) -> Path | None:
     """The folder in which Minari has its files of a dataset; None: ``path`` is no dataset of Minari."""
     places = (path, path / _DATA)
@@ -115,6 +130,7 @@ def _encoded(leaf: Leaf, values: Any) -> torch.Tensor:
 
 
 SUFFIX = ".parquet"
+_SHARDS, _INFO = "state.json", "dataset_info.json"  # of a folder that Hugging Face has written
 _ABOUT = b"rollwright"
 
 
@@ -166,8 +182,8 @@ def load_parquet(path: Path) -> TensorDictBase:
         FileNotFoundError: there is no such file.
         ValueError: a column holds neither numbers nor lists of one length.
     """
-    _, files = _arrow()
-    table = files.read_table(path)
+    arrow, files = _arrow()
+    table = _saved_to_disk(arrow, path) if path.is_dir() else files.read_table(path)
     about = json.loads((table.schema.metadata or {}).get(_ABOUT, b"null"))
     found: dict[NestedKey, torch.Tensor] = {}
     for name in table.column_names:
