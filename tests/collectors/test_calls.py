@@ -34,7 +34,7 @@ def actor():
 POLICIES = {"at random": lambda: None, "actor": actor}
 
 
-@pytest.mark.parametrize(("policy", "most"), [("at random", 655), ("actor", 955)])
+@pytest.mark.parametrize(("policy", "most"), [("at random", 655), ("actor", 925)])
 def test_calls_to_make_an_environment_and_a_collector(make, policy, most):
     for _ in range(2):  # the first time, caches of the process are filled
         acting = POLICIES[policy]()

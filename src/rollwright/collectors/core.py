@@ -1,8 +1,9 @@
 """Contracts of the parts of a collector, without any implementation; seeds, states and paths that its methods take.
 
 A *rollout* (:class:`~rollwright.collectors.rollout.rollout.Rollout`) takes steps on a :class:`Path` and fills one batch
-at a time. A :class:`Delivery` makes of batches what a collector yields or writes. A worker has both, and a
-:class:`RolloutObserver` that follows them. :class:`TrajectoryIds` and an observer are passed to a rollout.
+at a time. A :class:`~rollwright.collectors.delivery.base.RolloutDelivery` makes of batches what a collector yields or
+writes. A worker has both, and a :class:`RolloutObserver` that follows them. :class:`TrajectoryIds` and an observer are
+passed to a rollout.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 
 from rollwright._keys import NestedKey
+from rollwright._warnings import warn_user
 from rollwright.data.llm.turns import Version
 from rollwright.envs.arrays import Values
 from rollwright.errors import NotNative
@@ -51,17 +53,19 @@ class Stage(Enum):
     FINISH = auto()  # the batch
 
 
-class RolloutObserver(Protocol):
-    """Follows a rollout."""
+class RolloutObserver:
+    """Follows a rollout; this one keeps every batch."""
 
     def enter(self, stage: Stage) -> None:
         """A stage begins."""
 
     def accepts(self, frames: int) -> bool:
         """A batch of ``frames`` frames was taken; if it is refused, it is dropped and another one is taken."""
+        return True
 
     def warn(self, text: str) -> None:
         """Something that the user should know, in the middle of a rollout."""
+        warn_user(text, UserWarning)
 
     def publishes(self, cursor: DataCursor, ids: Iterable[int] | None = None) -> None:
         """Trajectories are about to be published in a replay buffer.
@@ -69,36 +73,6 @@ class RolloutObserver(Protocol):
         Args:
             cursor: of the path that took them.
             ids: of them; None: all that ended in the last batch.
-        """
-
-
-class Delivery(ABC):
-    """Makes of rollouts what a collector yields or writes."""
-
-    @abstractmethod
-    def ready(self) -> bool:
-        """Whether there is something to deliver; it may take rollouts to know."""
-
-    @abstractmethod
-    def has_room(self) -> bool:
-        """Whether the next rollout may begin now."""
-
-    @abstractmethod
-    def await_room(self, stop: Callable[[], bool] = never) -> None:
-        """Wait until it may.
-
-        Args:
-            stop: asked again and again, whether to wait no longer.
-
-        Raises:
-            TimeoutError, RuntimeError: the wait is in vain.
-        """
-
-    @abstractmethod
-    def next(self, taken: list[TensorDictBase | None]) -> None:
-        """Put what is yielded next into ``taken``; only after :meth:`ready`.
-
-        Until it is there, an error (Ctrl-C is one) means that nobody gets it; from then on, it is the caller's.
         """
 
 

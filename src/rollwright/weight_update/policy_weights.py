@@ -189,11 +189,11 @@ def _walk(thing: Any, path: str, depth: int, seen: set[int], never_copied: bool)
     if id(thing) in seen or kind in weakref.ProxyTypes or (hasattr(kind, "step") and _is_env(thing)):
         return
     seen.add(id(thing))
-    if is_never_copied(thing):
-        if never_copied:
-            yield path, thing
+    acts_itself = getattr(kind, "never_copied", False) is True  # is_never_copied(), at each of many things
+    if never_copied or not acts_itself:
+        yield path, thing
+    if acts_itself:
         return
-    yield path, thing
     if isinstance(thing, nn.Module):
         seen.update(map(id, thing.modules()))
     if depth:
@@ -211,7 +211,7 @@ def parts(thing: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, nn.Module):
         kinds = set()
         for path, module in thing.named_modules():
-            if not is_never_copied(module):
+            if getattr(type(module), "never_copied", False) is not True:
                 held = vars(module).items()
                 above = f"{path}." if path else ""
                 yield from ((above + name, value) for name, value in held if name not in _OF_MODULES)

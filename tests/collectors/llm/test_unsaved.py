@@ -17,8 +17,8 @@ from tests.collectors.llm.test_resume import copied
 from tests.collectors.llm.test_shares import MODES
 from tests.variants import in_turn
 
+from rollwright.collectors.core import RolloutObserver
 from rollwright.collectors.llm import LLMCollector
-from rollwright.collectors.rollout.rollout import SilentObserver
 from rollwright.envs import AsyncEnvPool
 from rollwright.envs.llm import ChatEnv
 from rollwright.errors import EnvError
@@ -174,7 +174,7 @@ def test_no_turn_comes_twice_where_all_begins_anew(kind):
 def test_no_turn_comes_twice_where_a_batch_is_refused(kind, monkeypatch):
     """As one whose weights are too old: its turns are taken again."""
     calls = itertools.count(1)
-    monkeypatch.setattr(SilentObserver, "accepts", lambda self, frames: next(calls) not in (2, 4, 5))
+    monkeypatch.setattr(RolloutObserver, "accepts", lambda self, frames: next(calls) not in (2, 4, 5))
     found, _, stats = taken(kind, Saved)
     wanted = {(number, turn) for number in range(8) for turn in range(number % 4 + 1)}
     assert set(found.values()) == {1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collecti
 from rollwright._interrupts import uninterrupted
 from rollwright._keys import NestedKey, is_private, key_str
 from rollwright._warnings import warn_user
-from rollwright.collectors.core import Delivery, NothingLeft, never
+from rollwright.collectors.core import NothingLeft, never
 from rollwright.collectors.delivery.assembler import (
     GroupAssembler,
     Trajectory,
@@ -106,7 +107,7 @@ def _saved_ids(trajectories: Mapping[str, Any]) -> NDArray[Any] | None:
     return None if saved is None else saved.get(IDS).reshape(-1).cpu().numpy()
 
 
-class RolloutDelivery(Delivery):
+class RolloutDelivery(ABC):
     """Delivers what a rollout collects.
 
     Args:
@@ -143,8 +144,22 @@ class RolloutDelivery(Delivery):
         """Whether the next rollout may begin now."""
         return True
 
-    def await_room(self, stop: Callable[[], bool] = never) -> None:
-        """Wait until it may."""
+    def await_room(self, stop: Callable[[], bool] = never) -> None:  # noqa: B027 - most have room
+        """Wait until it may.
+
+        Args:
+            stop: asked again and again, whether to wait no longer.
+
+        Raises:
+            TimeoutError, RuntimeError: the wait is in vain.
+        """
+
+    @abstractmethod
+    def next(self, taken: list[TensorDictBase | None]) -> None:
+        """Put what is yielded next into ``taken``; only after :meth:`ready`.
+
+        Until it is there, an error (Ctrl-C is one) means that nobody gets it; from then on, it is the caller's.
+        """
 
     def taken(self) -> TensorDictBase | None:
         """What is yielded next, for a caller whom no Ctrl-C reaches."""
@@ -438,7 +453,7 @@ class Batches(RolloutDelivery):
     """Yields each rollout."""
 
     def next(self, taken: list[TensorDictBase | None]) -> None:
-        """See :meth:`Delivery.next`."""
+        """See :meth:`RolloutDelivery.next`."""
         with self._collected(taken) as batch:
             found = self._hand_out(batch)
             with uninterrupted:
@@ -496,7 +511,7 @@ class TrajectoryBatches(RolloutDelivery):
         return all(version >= first + place // self._count for place, version in enumerate(left))
 
     def next(self, taken: list[TensorDictBase | None]) -> None:
-        """See :meth:`Delivery.next`."""
+        """See :meth:`RolloutDelivery.next`."""
         popped: list[Any] = []
         try:
             with uninterrupted:

@@ -418,7 +418,7 @@ class StoredBatches(Stored):
             )
 
     def next(self, taken: list[TensorDictBase | None]) -> None:
-        """See :meth:`Delivery.next`."""
+        """See :meth:`RolloutDelivery.next`."""
         if self._put_rest():
             taken.append(None)
             return
@@ -458,7 +458,7 @@ class StoredFrames(Stored):
         rollout.write_frames_to(self._add if self._alone else self._extend)
 
     def next(self, taken: list[TensorDictBase | None]) -> None:
-        """See :meth:`Delivery.next`."""
+        """See :meth:`RolloutDelivery.next`."""
         with self._collected(taken) as batch:
             self._count_batch(batch)
             self.rollout.cursor.delivered()
@@ -485,7 +485,7 @@ class StoredTrajectories(Stored):
         return bool(self.assembler.num_complete) or super().ready()
 
     def next(self, taken: list[TensorDictBase | None]) -> None:
-        """See :meth:`Delivery.next`."""
+        """See :meth:`RolloutDelivery.next`."""
         if self._put_rest():
             taken.append(None)
             return

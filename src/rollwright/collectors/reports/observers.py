@@ -176,10 +176,6 @@ class ProfileConfig:
         """The activities that this machine can record."""
         return [_ACTIVITIES[name] for name in self.activities if name != "cuda" or torch.cuda.is_available()]
 
-    def should_profile_worker(self, worker_idx: int) -> bool:
-        """Whether a worker is to be profiled."""
-        return worker_idx in self.workers
-
 
 class RolloutProfiler:
     """Runs torch's profiler over the first rollouts and writes the trace.

@@ -151,7 +151,7 @@ def _check_names(env: EnvBase, options: CollectorOptions) -> None:
     tracks = options.track_policy_version and version_of(env) is None
     written = {"collector", *(["policy_version"] if tracks else [])}
     entries = (*env.observation_keys, *env.state_keys, *env.action_keys, *env.reward_keys)
-    taken = sorted(written & {as_tuple(key)[0] for key in entries})
+    taken = sorted(written & {key if isinstance(key, str) else key[0] for key in entries})
     if taken:
         raise ValueError(
             f"create_env_fn: {env} has an entry {key_str(taken)}, and the collector writes one of that name. Rename it."

@@ -49,24 +49,6 @@ from rollwright.errors import EnvError, NoSilentEnd, NotNative
 from rollwright.modules import set_recurrent_mode
 
 
-class SilentObserver:
-    """A :class:`~rollwright.collectors.core.RolloutObserver` that keeps every batch."""
-
-    def enter(self, stage: Stage) -> None:
-        """A stage begins."""
-
-    def accepts(self, frames: int) -> bool:
-        """A batch of ``frames`` frames was taken; if it is refused, it is dropped and another one is taken."""
-        return True
-
-    def warn(self, text: str) -> None:
-        """Something that the user should know, in the middle of a rollout."""
-        warn_user(text, UserWarning)
-
-    def publishes(self, cursor: DataCursor, ids: Iterable[int] | None = None) -> None:
-        """Trajectories are about to be published in a replay buffer."""
-
-
 class Rollout:
     """Steps an environment with a policy, one batch at a time.
 
@@ -122,7 +104,7 @@ class Rollout:
         self.num_rows = self._rows()
         self.counts = FrameCounts.of(options, self.num_rows)
         self.timer, self.episodes = StageTimer(), EpisodeStats()
-        self.observer: RolloutObserver = SilentObserver() if observer is None else observer
+        self.observer = RolloutObserver() if observer is None else observer
         self.interrupted = interrupted
         self.stepping = threading.RLock()
         self._env_uses: int | None = None  # after the last rollout; None: the environment was changed here since

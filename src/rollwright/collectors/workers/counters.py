@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollwright._memory import Segment
-from rollwright.collectors.core import DataCursor, Stage
+from rollwright.collectors.core import DataCursor, RolloutObserver, Stage
 from rollwright.collectors.delivery.base import RolloutDelivery
 from rollwright.collectors.options import CollectorOptions, buffer_of, ledger_of
 from rollwright.collectors.rollout.stats import NUM_EPISODES
@@ -290,8 +290,8 @@ _STATES = {
 }
 
 
-class WorkerObserver:
-    """A :class:`~rollwright.collectors.core.RolloutObserver` that refuses batches of weights that are too old.
+class WorkerObserver(RolloutObserver):
+    """Refuses batches of weights that are too old.
 
     Args:
         counters: of the worker.

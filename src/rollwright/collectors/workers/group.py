@@ -21,11 +21,12 @@ from rollwright._processes.pool import Answer, Pool
 from rollwright._warnings import warn_user
 from rollwright.collectors.workers import messages
 from rollwright.collectors.workers.counters import Count, WorkerState
-from rollwright.collectors.workers.handles import Listener, Restarts, Watchdog, WorkerHandle
+from rollwright.collectors.workers.handles import Restarts, Watchdog, WorkerHandle
 from rollwright.collectors.workers.memory import Block
 from rollwright.errors import WorkerError
 
 if TYPE_CHECKING:
+    from rollwright.collectors.workers.schedule import Schedule
     from rollwright.collectors.workers.transports import Transport
     from rollwright.collectors.workers.worker import WorkerSpec
 
@@ -231,7 +232,7 @@ class WorkerGroup:
         self._pool = Pool(len(specs), self._received, lost=self._lost, flushed=self._flushed)
         self.lock = self._shared = SharedPool(self._pool, self._tend, restarts.next_in)
         self.workers = [WorkerHandle(spec, self._pool) for spec in specs]
-        self.listener: Listener | None = None
+        self.listener: Schedule | None = None
         self._transport, self._forget, self._prepare = transport, forget, prepare
         if transport.fileno() >= 0:
             self._pool.watch(transport.fileno(), transport.read, push=transport.push)

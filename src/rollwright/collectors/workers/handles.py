@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rollwright._processes.child import STOPPED_S
 from rollwright._processes.connection import Connection, Heartbeats, RestartPolicy
@@ -17,22 +17,6 @@ from rollwright.errors import ServiceLostError, WorkerError
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.worker import WorkerSpec
-
-
-class Listener(Protocol):
-    """Takes in what workers send of their rollouts."""
-
-    def needs(self, worker: WorkerHandle, request: messages.MemoryRequest) -> messages.MemoryGrant:
-        """Give memory for a rollout; what this raises is raised in the worker."""
-
-    def collected(self, worker: WorkerHandle, found: messages.Collected, block: Block | None) -> None:
-        """Take in a rollout, and the block that it was asked to lie in."""
-
-    def failed(self, worker: WorkerHandle, error: WorkerError) -> None:
-        """Take in an error to be raised."""
-
-    def lost(self, worker: WorkerHandle) -> None:
-        """A worker is gone, and with it what it was asked for; another may be started in its place."""
 
 
 class WorkerHandle:

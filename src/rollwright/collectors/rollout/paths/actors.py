@@ -33,21 +33,16 @@ from rollwright.policies import ArrayPolicy, array_policy, compile_policy
 from rollwright.policies.base import TensorPolicy
 
 
-class FlatActor(Actor):
-    """A policy on arrays.
+class PolicyActor(Actor):
+    """A policy that is taken apart into calls.
 
     Args:
         policy: the policy.
-        entries: what the current TensorDict holds.
     """
 
-    def __init__(self, policy: ArrayPolicy, entries: Mapping[NestedKey, Entry]) -> None:
-        self._policy, self._entries = policy, entries
+    def __init__(self, policy: ArrayPolicy) -> None:
+        self._policy, self._kept = policy, policy.kept
         self.finite_keys, self.frozen = policy.finite_keys, policy.frozen
-        columns = {key: entry for key, entry in entries.items() if entry.column}
-        self._in_rows = [(key, columns.get(key)) for key in policy.in_keys]
-        self._kept = policy.kept
-        self._keys = policy.out_keys
 
     def start(self, steps: int) -> None:
         """Prepare a rollout."""
@@ -58,6 +53,27 @@ class FlatActor(Actor):
     def how(self) -> str:  # type: ignore[override]
         """See :class:`Actor`; a first call may show it."""
         return f"native: {self._policy.how}"
+
+    def _with_kept(self, root: Values, as_entry: Callable[[Any], Any] = lambda value: value) -> Values:
+        """The root, with the states that the policy begins with where it has none yet."""
+        if not self._kept or all(key in root for key in self._kept):
+            return root
+        return {**{key: as_entry(value.copy()) for key, value in self._kept.items()}, **root}
+
+
+class FlatActor(PolicyActor):
+    """A policy on arrays.
+
+    Args:
+        policy: the policy.
+        entries: what the current TensorDict holds.
+    """
+
+    def __init__(self, policy: ArrayPolicy, entries: Mapping[NestedKey, Entry]) -> None:
+        super().__init__(policy)
+        self._entries, self._keys = entries, policy.out_keys
+        columns = {key: entry for key, entry in entries.items() if entry.column}
+        self._in_rows = [(key, columns.get(key)) for key in policy.in_keys]
 
     def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
         """What the policy writes: arrays by key, ``[*batch, ...]``."""
@@ -69,11 +85,6 @@ class FlatActor(Actor):
             self._keys = self._policy.out_keys
         return dict(zip(self._keys, outputs, strict=True))
 
-    def _with_kept(self, root: Values) -> Values:
-        if all(key in root for key in self._kept):
-            return root
-        return {**{key: value.copy() for key, value in self._kept.items()}, **root}
-
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
         """A cheaper actor that does the same."""
         root = self._with_kept(root)
@@ -81,7 +92,7 @@ class FlatActor(Actor):
         return FlatActor(compile_policy(self._policy, arguments=arguments, example=example), self._entries)
 
 
-class TensorActor(Actor):
+class TensorActor(PolicyActor):
     """A policy on tensors.
 
     Args:
@@ -89,22 +100,11 @@ class TensorActor(Actor):
     """
 
     def __init__(self, policy: ArrayPolicy) -> None:
-        self._policy, self._kept = policy, policy.kept
-        self.finite_keys, self.frozen = policy.finite_keys, policy.frozen
+        super().__init__(policy)
         self._call = policy.tensors if isinstance(policy, TensorPolicy) else self._over_arrays
 
     def _over_arrays(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         return [torch.from_numpy(value) for value in self._policy(*[value.numpy() for value in inputs])]
-
-    def start(self, steps: int) -> None:
-        """Prepare a rollout."""
-        self._policy.start(steps)
-        self.varies = self._policy.varies
-
-    @property
-    def how(self) -> str:  # type: ignore[override]
-        """See :class:`Actor`; a first call may show it."""
-        return f"native: {self._policy.how}"
 
     def __call__(self, root: Values, ids: NDArray[Any]) -> Values:
         """What the policy writes: arrays by key, ``[*batch, ...]``."""
@@ -112,8 +112,8 @@ class TensorActor(Actor):
         return dict(zip(self._policy.out_keys, outputs, strict=True))
 
     def _inputs(self, root: Values) -> list[torch.Tensor]:
-        if self._kept and not all(key in root for key in self._kept):
-            root = {**{key: torch.from_numpy(value.copy()) for key, value in self._kept.items()}, **root}
+        if self._kept:
+            root = self._with_kept(root, torch.from_numpy)
         return [root[key] for key in self._policy.in_keys]
 
     def compiled(self, arguments: Mapping[str, Any], root: Values) -> Actor:
@@ -552,15 +552,14 @@ def _flat_of(
     missing = [key for key in parts.env.action_keys if key not in written]
     if missing:
         raise NotNative(f"it writes no {key_str(missing)}")
-    clash = [key for key in written if key in there or not _lands(key, there)]
+    clash = [key for key in written if key in there or (type(key) is tuple and not _lands(key, there))]
     if clash:
         raise NotNative(f"it writes {key_str(clash)}, beside what the environment has")
     return flat
 
 
-def _lands(key: NestedKey, available: set[NestedKey]) -> bool:
+def _lands(path: tuple[str, ...], available: set[NestedKey]) -> bool:
     """Whether an entry below ``"next"`` is one that the environment's root has as well; others lie at the root."""
-    path = as_tuple(key)
     return path[0] != "next" or unravel(path[1:]) in available
 
 

@@ -98,10 +98,6 @@ class BatchMemory:
                 if mine is not None:
                     mine.batch_size = torch.Size([*self._batch_size, *size])
 
-    def has_rows(self, key: NestedKey) -> bool:
-        """Whether the memory of an entry can be an array."""
-        return key in self._arrays
-
     def rows(self, key: NestedKey) -> NDArray[Any]:
         """The memory of an entry as an array ``[T, *env, ...]``, to be written in place."""
         array, time = self._arrays[key], self._time
