@@ -49,7 +49,7 @@ def test_classes_and_files_that_a_batch_goes_through(make, policy):
     collector.next()
     with Calls() as calls:
         collector.next()
-    assert len(calls.classes) <= 30
+    assert len(calls.classes) <= 31  # one of them holds Ctrl-C back
     assert len(calls.files) <= 35
 
 
