@@ -17,6 +17,8 @@ from rollwright.envs.libs.building import Available, decorate
 from rollwright.envs.libs.gym import GymWrapper
 from rollwright.errors import EnvError, require
 
+__all__ = ["DMControlEnv", "DMControlWrapper"]
+
 
 class DMEnvAdapter(gymnasium.Env[Any, Any]):
     """An environment of dm_env as one of gymnasium; arrays keep their dtypes, and scalars have shape ``[1]``.

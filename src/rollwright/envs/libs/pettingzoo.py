@@ -24,6 +24,8 @@ from rollwright.envs.libs.codecs import ActionWriter, ObservationReader, in_nump
 from rollwright.envs.libs.library import LibraryEnv
 from rollwright.errors import EnvError, require
 
+__all__ = ["PettingZooEnv", "PettingZooWrapper"]
+
 
 class MarlGroupMapType(Enum):
     """Groupings of agents that are often used."""
