@@ -218,16 +218,31 @@ class WeightTargets:
         collector: has the models, by id.
         acting: the policy, perhaps with an engine.
         worker_idx: which of the receivers of a scheme this is.
+        version: of the weights that an engine is given; None: the next one.
     """
 
-    def __init__(self, collector: HasModels, acting: ActingPolicy, worker_idx: int | None = None) -> None:
+    def __init__(
+        self,
+        collector: HasModels,
+        acting: ActingPolicy,
+        worker_idx: int | None = None,
+        *,
+        version: Callable[[], int] | None = None,
+    ) -> None:
         self._collector, self._acting, self._worker_idx = collector, acting, worker_idx
+        self._version = version
 
     def get_model(self, model_id: str) -> Any:
         """Where the weights of a model go."""
         if model_id == "policy" and self._acting.engine is not None:
-            return StateReceiver(self._acting.update_engine)
+            return StateReceiver(self._update_engine)
         return self._collector.get_model(model_id)
+
+    def _update_engine(self, weights: Any) -> None:
+        if self._version is None:
+            self._acting.update_engine(weights)
+        else:
+            self._acting.take([partial(self._acting.update_engine, weights)], self._version())
 
 
 class CollectorWeights(ABC):

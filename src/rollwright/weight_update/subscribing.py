@@ -134,7 +134,7 @@ class WeightSubscriber:
         version: the version that the models have.
 
     Attributes:
-        version: of the publication that the models hold.
+        version: of the publication that the models hold; while they are loaded, that of the one that they will.
 
     Example:
         >>> from torch import nn
@@ -231,16 +231,21 @@ class WeightSubscriber:
         found = self._sources[index].take(since, copy, floor=self._floor, timeout_s=timeout_s)
         if found is None:
             return
-        for load in loads:
-            load()
+        before = self.version
+        if found.stamp >= self.stamp:
+            self.version = found.version  # which an engine stamps its tokens with from the moment that it loads
+        try:
+            for load in loads:
+                load()
+        except BaseException:
+            self.version = before
+            raise
         # One model may be a part of another ("policy" and "actor"): what was published last must be written last.
         oldest = min((weights.stamp for weights in found.models.values()), default=math.inf)
         later = {model_id for model_id, stamp in self._stamps.items() if stamp > oldest}
         self._overwritten |= later - found.models.keys()
         self._stamps.update({model_id: weights.stamp for model_id, weights in found.models.items()})
         self._seen[index] = found.stamp
-        if found.stamp == self.stamp:
-            self.version = found.version
 
     def _copy(self, target: Any, model_id: str, weights: ModelWeights, *, at_once: bool) -> Callable[[], None] | None:
         """Copy weights in place; where that is not enough, or too early, returns what to do once they are whole."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -458,3 +461,46 @@ def test_of_updates_that_come_at_once_the_engine_gets_the_last_with_its_own_vers
             assert [collector.update_policy_weights_(trained()) for _ in range(3)] == [1, 2, 3]
         wait_until(lambda: policy.engine.version == 3)
         assert given == [3]
+
+
+class EngineThatNotes(FakeEngine):
+    """Writes the versions that it is given into a file."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.file = file
+
+    def update_weights(self, weights, version=None):
+        super().update_weights(weights, version)
+        with self.file.open("a") as notes:
+            notes.write(f"{version} ")
+
+
+@contextmanager
+def stopped(pid):
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+class PolicyThatNotes(FakePolicy):
+    def __init__(self, file):
+        self.engine = EngineThatNotes(file)
+
+
+def test_of_updates_that_come_at_once_the_engine_of_a_worker_gets_the_last_with_its_own_version(tmp_path):
+    make = partial(PolicyThatNotes, tmp_path / "versions")
+    with LLMCollector(
+        partial(FakeEnv, 2), policy_factory=make, dialog_turns_per_batch=2, num_collectors=1
+    ) as collector:
+        weights = {"weight": torch.ones(1)}
+        collector.update_policy_weights_(weights)
+        collector.next()
+        collector.next()
+        with stopped(collector.stats()["workers"][0]["pid"]):  # it takes no weights meanwhile
+            assert [collector.update_policy_weights_(weights) for _ in range(3)] == [2, 3, 4]
+        collector.next()
+        collector.next()
+        assert (tmp_path / "versions").read_text() == "1 4 "

@@ -164,7 +164,9 @@ class WorkerCollector(Reachable):
 
     def take_weights(self) -> None:
         """Take what was published, and act with its version; an engine takes whole states."""
-        self.take_version(self._subscriber.apply(WeightTargets(self, self._rollout.acting)))
+        subscriber = self._subscriber
+        targets = WeightTargets(self, self._rollout.acting, version=lambda: subscriber.version)
+        self.take_version(subscriber.apply(targets))
 
     def take_version(self, version: int) -> None:
         """Act with another version of the weights."""
