@@ -48,7 +48,7 @@ BUDGETS = {
     "_processes": (1480, 1535),
     "_processes/network": (945, 880),
     "cli": (2702, 2254),
-    "collectors": (2390, 2085),
+    "collectors": (2395, 2090),
     "collectors/distributed": (265, 185),
     "collectors/delivery": (2046, 2011),
     "collectors/evaluation": (1441, 1245),  # conversations, too

@@ -483,20 +483,25 @@ def is_service(buffer: Any) -> bool:
 
 def write_count_of(buffer: Any) -> int | None:
     """Elements written to a buffer so far; None: it does not count, or is in a service that is gone."""
-    try:
-        found: int | None = buffer.num_given() if hasattr(buffer, "num_given") else getattr(buffer, "write_count", None)
-    except (RuntimeError, OSError):  # of a service: other buffers do not raise
-        if not is_service(buffer):
-            raise
-        return None
+    ask = getattr(buffer, "num_given", lambda: getattr(buffer, "write_count", None))
+    found: int | None = _unless_gone(buffer, ask)
     return found
+
+
+def _unless_gone(buffer: Any, ask: Callable[[], Any]) -> Any:
+    """An answer of a buffer; None: it is in a service that is gone."""
+    try:
+        return ask()
+    except (RuntimeError, OSError):  # of a service: other buffers do not raise
+        if is_service(buffer):
+            return None
+        raise
 
 
 def stats_of_buffer(buffer: Any) -> dict[str, Any]:
     """What ``stats()`` of a collector has about its buffer."""
-    found = {"write_count": write_count_of(buffer)}
-    fill = getattr(buffer, "stats", None)  # others' buffers have none
-    return found if fill is None else {**found, "buffer": fill()}
+    fill = {"buffer": _unless_gone(buffer, buffer.stats)} if hasattr(buffer, "stats") else {}  # others' have none
+    return {"write_count": write_count_of(buffer), **fill}
 
 
 def draws_slices(buffer: Any) -> bool:

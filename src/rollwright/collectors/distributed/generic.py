@@ -157,7 +157,7 @@ def grouped(
         owner: name of the class.
         create_env_fn: as of the class.
         backend: where groups are.
-        about: options of the backend that are arguments of the class, as far as they are given (not None).
+        about: options of the backend that are arguments of the class; those that are None are left to the backend.
         options: those of :class:`GroupOptions`, and all others, under the names that the field knows.
 
     Returns:
@@ -178,7 +178,7 @@ def grouped(
     interval = 0 if groups.update_after_each_batch else groups.max_weight_update_interval
     updates = PeriodicUpdates("update_after_each_batch", interval) if interval >= 0 else None
     given = {name: value for name, value in about.items() if value is not None} | {"num_workers_per_collector": in_each}
-    given.update(_not_twice(options.get("backend_options"), given, owner))
+    given.update(_not_twice(options.get("backend_options"), {**about, **given}, owner))
     return makers, {**merged, "backend": backend, "backend_options": given}, updates
 
 

@@ -501,6 +501,10 @@ class ReplayBuffer:
 
     def __len__(self) -> int:
         self.fillers.raise_error()
+        return self.num_held()
+
+    def num_held(self) -> int:
+        """Its length, for reports: no error of who fills the buffer is raised."""
         self.storage.ledger.settle()
         if not self.sampler.consumes:
             return len(self.storage)
@@ -531,10 +535,10 @@ class ReplayBuffer:
             one by the other; ``"write_count"``; ``"prefetch_queue_size"``, batches that are prepared or being prepared;
             ``"initialized"``.
         """
-        size, capacity = len(self), self.storage.max_size
+        size, capacity = self.num_held(), self.storage.max_size
         return {
             "size": size,
-            "write_count": self.write_count,
+            "write_count": self.num_given(),
             "capacity": capacity,
             "utilization": size / capacity,
             "prefetch_queue_size": self._num_ahead(),

@@ -262,8 +262,8 @@ class ReplayClient(ReplayBuffer):
         if self._info.has_priorities:
             self.update_priority(**priorities_in(data, cast(NestedKey, self._info.priority_key or "td_error")))
 
-    def __len__(self) -> int:
-        self.fillers.raise_error()
+    def num_held(self) -> int:
+        """Its length, for reports: no error of who fills the buffer is raised."""
         return int(self._connection.ask("__len__"))
 
     def _num_ahead(self) -> int:
