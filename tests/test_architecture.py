@@ -11,6 +11,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import nn
+
 SOURCE = Path(__file__).parents[1] / "src" / "rollwright"
 MOST_FILES = 15  # side by side in a folder, __init__.py not counted
 
@@ -202,13 +204,87 @@ def test_few_files_side_by_side() -> None:
     assert {str(folder.relative_to(SOURCE)): n for folder, n in count.items() if n > MOST_FILES} == {}
 
 
-def test_the_page_names_files_that_there_are() -> None:
+@cache
+def names_in(path: Path) -> tuple[set[str], dict[str, set[str]]]:
+    """All names that the code of a file has, and what it defines, classes with the names inside and of their bases."""
+    tree = ast.parse(path.read_text())
+    defined: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name):
+                defined[name] = names_of(node)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                defined.setdefault(name, set())
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                defined.setdefault(name, set())
+    return names_of(tree), defined
+
+
+def names_of(tree: ast.AST) -> set[str]:
+    """Of definitions, arguments, variables, attributes, what is imported, and strings, which may be keys."""
+    fields = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg", ast.Constant: "value"}
+    fields |= dict.fromkeys((ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.alias), "name")
+    return {str(getattr(node, fields[type(node)])) for node in ast.walk(tree) if type(node) in fields}
+
+
+def wrong_names(page: str) -> list[str]:
+    """What a page names between backticks that is in no file, or not in the file or class that it says.
+
+    A file or folder may lack its first folders; tests have to be named in full for what is in them.
+    "`file`: `name`" and "`name` (`file`)" say where a name is defined.
+    """
     root = SOURCE.parents[1]
-    there = [str(path.relative_to(root)) for folder in (SOURCE, root / "tests") for path in folder.rglob("*.py")]
-    page = (root / "docs/architecture.md").read_text()
-    named = set(re.findall(r"`([\w/]+\.py)`", page))
-    assert len(named) > 40
-    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in there)] == []
+    paths = [path for folder in (SOURCE, root / "tests") for path in folder.rglob("*.py")]
+    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+
+    def found(name: str) -> list[Path]:
+        end = f"/{name}" if name.endswith(".py") else f"/{name.rstrip('/')}/"
+        return [path for path in paths if end in f"{path}"[len(str(root)) :]]
+
+    read = [path for path in paths if SOURCE in path.parents or f"{path.relative_to(root)}" in text]
+    everywhere = set[str]().union(*(names_in(path)[0] for path in read))
+    classes: dict[str, set[str]] = {}
+    for path in read:
+        for name, inside in names_in(path)[1].items():
+            classes.setdefault(name, set()).update(inside)
+    wrong = []
+    for word in re.findall(r"`([^`\n]+)`", text):
+        start = re.match(r"[A-Za-z_][\w./]*", word)
+        if start is None:
+            continue  # an entry, a shape
+        owner, _, name = start[0].rstrip(".").rpartition(".")
+        if "/" in start[0] or name == "py":
+            known = bool(found(start[0])) or (root / start[0]).exists()
+        elif owner[:1].isupper() and owner in classes:
+            inherited = (names for base in classes[owner] & classes.keys() for names in (classes[base],))
+            known = name in classes[owner].union(*inherited)
+        else:
+            known = name in everywhere or hasattr(nn, name)
+        wrong += [] if known else [word]
+    file, name = r"`([\w/]+(?:\.py|/))`", r"`([A-Za-z_]\w*)[^`]*`"
+    places = re.findall(rf"{file}: {name}", text)
+    places += [(where, what) for what, where in re.findall(rf"{name} \({file}\)", text)]
+    wrong += [f"{what} in {where}" for where, what in places if not any(what in names_in(p)[1] for p in found(where))]
+    return wrong
+
+
+def test_the_pages_name_what_there_is() -> None:
+    root = SOURCE.parents[1]
+    for page in ("architecture", "concepts"):
+        assert wrong_names((root / f"docs/{page}.md").read_text()) == [], page
+
+
+def test_a_page_that_names_what_is_not_there_is_found() -> None:
+    right = "`errors.py`: `PolicyError`, `Transform` (`envs/transforms/base.py`), `Rollout.run()`, `data/layout/`"
+    wrong = "`error.py`, `PolicyMistake`, `data/layouts/`, `Rollout.jump`, `errors.py`: `Transform`"
+    assert wrong_names(right) == []
+    assert wrong_names(wrong) == [
+        "error.py",
+        "PolicyMistake",
+        "data/layouts/",
+        "Rollout.jump",
+        "Transform in errors.py",
+    ]
 
 
 def size_of(tree: ast.AST, text: str) -> tuple[int, int]:
