@@ -64,9 +64,9 @@ BUDGETS = {
     "data/llm": (2388, 2056),  # pass@k, numbers of chats, where records come from
     "data/replay_buffers": (7080, 6685),
     "data/replay_buffers/service": (1505, 1415),
-    "envs": (3790, 3600),
+    "envs": (3902, 3696),
     "envs/batched": (2765, 2595),
-    "envs/libs": (3715, 3285),
+    "envs/libs": (3603, 3189),
     "envs/llm": (3812, 3422),
     "envs/llm/agents": (870, 745),  # a server of its own, programs and their limits
     "envs/transforms": (4230, 3955),

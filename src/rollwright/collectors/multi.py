@@ -57,7 +57,7 @@ from rollwright.collectors.workers.strategies import (
 )
 from rollwright.collectors.workers.transports import WorkerBackend
 from rollwright.collectors.workers.weights import PeriodicUpdates, WorkersWeights
-from rollwright.envs.libs.foreign import check_maker
+from rollwright.envs.foreign import check_maker
 from rollwright.weight_update.schemes import Publisher
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from rollwright._processes.channel import dumps
 from rollwright.data.specs import Composite, StackedComposite, stack
 from rollwright.envs.base import EnvBase, closed_on_error
-from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_env, remedy_for
+from rollwright.envs.foreign import as_env, as_maker, check_maker, is_env, remedy_for
 from rollwright.errors import EnvError, RollwrightError, text_of
 
 EACH = "list_of_kwargs"  # among the arguments of a reset: those of one worker each

@@ -24,7 +24,7 @@ from rollwright.data.layout import MASK, end_of_trajectory, pad_trajectories
 from rollwright.envs.base import EnvBase, closed_on_error
 from rollwright.envs.batched.base import BatchedEnv
 from rollwright.envs.batched.host import Hosted
-from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_around, is_env, makers_in
+from rollwright.envs.foreign import as_env, as_maker, check_maker, is_around, is_env, makers_in
 from rollwright.envs.recreation import RecreatedEnv
 from rollwright.envs.transforms import StepCounter, Transform, TransformedEnv
 from rollwright.envs.transforms.vecnorm import RunningNorm

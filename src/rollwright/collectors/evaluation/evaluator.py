@@ -37,7 +37,7 @@ from rollwright.collectors.options import CollectorOptions
 from rollwright.collectors.rollout.policy import copied_policy, never_copied_in
 from rollwright.envs.base import EnvBase
 from rollwright.envs.factories import EnvFunction, GymnasiumEnv
-from rollwright.envs.libs.foreign import is_env
+from rollwright.envs.foreign import is_env
 from rollwright.envs.utils import ExplorationType
 from rollwright.weight_update.forms import tensordict_of
 

@@ -15,7 +15,7 @@ from rollwright.data.llm.turns import Origin
 from rollwright.envs.base import EnvBase, closed_on_error
 from rollwright.envs.batched.async_pool import AsyncEnvPool
 from rollwright.envs.factories import EnvFunction, GymnasiumEnv
-from rollwright.envs.libs.foreign import as_env, as_maker, check_maker, is_around, makers_in, remedy_for
+from rollwright.envs.foreign import as_env, as_maker, check_maker, is_around, makers_in, remedy_for
 from rollwright.envs.llm.core import Conversations
 from rollwright.envs.llm.transforms import PolicyVersion, TurnHook, turn_hooks
 from rollwright.envs.recreation import RecreatedEnv, RecreationWarning

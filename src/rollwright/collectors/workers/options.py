@@ -28,7 +28,7 @@ from rollwright.collectors.workers.transports import (
 )
 from rollwright.data.specs.shapes import as_device, usable_device
 from rollwright.envs.base import EnvBase
-from rollwright.envs.libs.foreign import as_maker, makers_in, remedy_for
+from rollwright.envs.foreign import as_maker, makers_in, remedy_for
 
 _JOINS: dict[Any, Join] = {"stack": "stack", 0: "first", -1: "time"}
 _BY_WORKER = names_of(CollectorOptions, marked=PER_WORKER)

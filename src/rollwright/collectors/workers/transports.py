@@ -13,7 +13,7 @@ from rollwright._processes.channel import ByValue
 from rollwright._processes.child import Child
 from rollwright._processes.connection import Connection
 from rollwright.collectors.workers.worker import WorkerSpec, serve
-from rollwright.envs.libs.foreign import is_env, remedy_for
+from rollwright.envs.foreign import is_env, remedy_for
 
 if TYPE_CHECKING:
     from rollwright.collectors.workers.options import WorkerOptions

@@ -18,7 +18,7 @@ from rollwright.envs.base import EnvBase
 from rollwright.envs.batched.async_halves import INDEX, AsyncHalves, first_index
 from rollwright.envs.batched.async_slots import Came, ProcessSlots, Slots, ThreadSlots
 from rollwright.envs.factories import EnvFunction, GymnasiumEnv, own_kwargs
-from rollwright.envs.libs.foreign import as_maker, check_maker, makers_in, remedy_for
+from rollwright.envs.foreign import as_maker, check_maker, makers_in, remedy_for
 
 _BACKENDS = ("threading", "multiprocessing")
 _STACKS = ("dense", "maybe_dense", "lazy")

@@ -16,7 +16,7 @@ from rollwright.data.specs import Composite, TensorSpec
 from rollwright.data.specs.discrete import MaskOf, choices
 from rollwright.envs.arrays import ArrayEnv
 from rollwright.envs.base import EnvBase, WrapperEnv, register_extension
-from rollwright.envs.libs.foreign import as_env, as_maker, remedy_for
+from rollwright.envs.foreign import as_env, as_maker, remedy_for
 from rollwright.envs.own_tensors import OwnTensors
 from rollwright.envs.transforms.base import Transform
 from rollwright.envs.transforms.compose import Compose, TransformLike, as_chain
