@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import pickle
 import sys
@@ -20,7 +21,7 @@ from tests.patience import patient
 from tests.programs import Programs
 
 from rollwright.data import Categorical, Composite, Unbounded
-from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv
+from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv, checkpoint
 from rollwright.envs.checkpoint import load_env, save_env, unpacked
 from rollwright.envs.libs import EnvPoolEnv, default_info_dict_reader
 from rollwright.envs.libs.pettingzoo import AgentGroup
@@ -40,7 +41,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
 from rollwright.data import Categorical, Composite, Unbounded
-from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv
+from rollwright.envs import EnvBase, GymEnv, GymWrapper, SerialEnv, TransformedEnv, checkpoint
 from rollwright.envs.transforms import CatFrames, Compose, RewardSum, StepCounter, VecNorm
 from rollwright.testing.mocking_classes import CountingEnvWithString
 
@@ -500,3 +501,24 @@ def test_what_was_saved_before_modules_were_joined_is_read() -> None:
     ):
         data = pickle.dumps(kind, protocol=0).replace(kind.__module__.encode(), before.encode())
         assert unpacked(torch.frombuffer(bytearray(data), dtype=torch.uint8)) is kind
+
+
+@pytest.mark.parametrize(
+    ("former", "name"),
+    [
+        ("data.specs.gymspaces", "Leaf"),
+        ("data.specs.stacks.stackedcomposite", "StackedComposite"),
+        ("envs.checkpoint.snapshot", "_view"),
+        ("envs.transforms.scaling", "ObservationNorm"),
+        ("envs.wrapper", "WrapperEnv"),
+    ],
+)
+def test_states_name_modules_that_are_elsewhere_by_now(former, name):
+    assert checkpoint.load(f"crollwright.{former}\n{name}\n.".encode(), {}).__name__ == name
+
+
+def test_former_modules_are_gone_and_those_in_their_place_are_there():
+    for former, module in checkpoint._FORMER_MODULES.items():
+        assert importlib.util.find_spec(module) is not None, module
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(former)

@@ -127,6 +127,12 @@ def test_wrong_arguments_are_refused(make, wrong):
         make(DistributedCollector, makers(2), gain(), **options)
 
 
+def test_a_backend_of_torch_that_changes_nothing_says_so_once(make):
+    with pytest.warns(UserWarning, match="process_group_backend='nccl' has no effect") as told:
+        make(DistributedCollector, makers(1), gain(), total_frames=40, backend="nccl")
+    assert len(told) == 1
+
+
 def test_wrong_arguments_of_the_synchronous_one_are_refused(make):
     with pytest.raises(ValueError, match="update_interval: expected an integer of at least 1, got 0"):
         make(DistributedSyncCollector, makers(2), gain(), update_interval=0)

@@ -38,7 +38,6 @@ def test_groups_of_several_workers_whose_weights_are_published(make):
         update_after_each_batch=True,
         track_policy_version=True,
         weight_sync_schemes={"policy": scheme},
-        visible_devices=[],
     )
     batches = [batch.clone() for batch in collector]
     assert [batch.shape for batch in batches] == [(4, 10)] * 2
@@ -53,6 +52,13 @@ def test_whole_trajectories_as_of_other_collectors(make):
             row = batch[batch[IDS] == number]
             assert row["observation"][:, STEP].tolist() == list(range(len(row)))
             assert bool(row[DONE][-1])
+
+
+@pytest.mark.parametrize("given", [{"visible_devices": []}, {"tensorpipe_options": {"num_worker_threads": 3}}])
+def test_options_of_torch_that_change_nothing_say_so_once(make, given):
+    with pytest.warns(UserWarning, match="tensorpipe_options=.* has no effect") as told:
+        make(makers(1), gain(), total_frames=40, **given)
+    assert len(told) == 1
 
 
 WRONG = {

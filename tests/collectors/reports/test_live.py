@@ -7,12 +7,14 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from tests.patience import patient
 
 from rollwright.collectors import Collector
 from rollwright.collectors.reports.live import SWITCH, reports_folder, running
+from rollwright.data import LazyTensorStorage, ReplayBuffer
 from rollwright.envs import GymEnv
 
 PROGRAM = """
@@ -99,3 +101,41 @@ def test_a_report_that_grows_old_says_so(monkeypatch):
     os.utime(path, (time.time() - 7200, time.time() - 7200))  # its number may be that of another process by now
     assert running() == []
     assert not path.exists()
+
+
+def test_a_full_disk_leaves_nothing_behind_and_reports_go_on_when_there_is_room(folder, monkeypatch, caplog):
+    monkeypatch.setattr("rollwright.collectors.reports.live._EVERY_S", 0.01)
+    write, is_full = Path.write_text, True
+
+    def half(path, text):
+        write(path, text[:9] if is_full else text)
+        if is_full:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with Collector(cartpole, frames_per_batch=10, progress=True):
+        until(lambda: caplog.records)
+        is_full = False
+        until(running)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rollwright top cannot show this Collector: [Errno 28] No space left on device"
+    ]
+    assert not list(reports_folder().iterdir())
+
+
+def test_stats_that_json_does_not_take_are_told(monkeypatch, caplog):
+    monkeypatch.setattr("rollwright.collectors.reports.live._EVERY_S", 0.01)
+    monkeypatch.setattr(ReplayBuffer, "stats", lambda buffer: {"mine": {1, 2}})
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    with Collector(cartpole, frames_per_batch=10, progress=True, replay_buffer=buffer):
+        until(lambda: caplog.records)
+    assert "type set is not JSON serializable" in caplog.text
+
+
+def test_what_a_killed_program_has_half_written_is_removed():
+    (reports_folder() / "999999999-0.new").write_text("{")
+    mine = reports_folder() / f"{os.getpid()}-99.new"
+    mine.write_text("{")
+    assert running() == []
+    assert list(reports_folder().iterdir()) == [mine]
+    mine.unlink()

@@ -12,6 +12,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,16 +64,20 @@ class LiveReport(DaemonThread):
         self._name = name
 
     def _work(self) -> None:
-        try:
-            path = reports_folder() / f"{os.getpid()}-{next(_numbers)}.json"
-            while not self.stopping:
-                if not self._write(path):
-                    break
-                with self.condition:
-                    self.condition.wait_for(lambda: self.stopping, _EVERY_S)
-            path.unlink(missing_ok=True)
-        except OSError as error:  # collecting goes on
-            _log.warning("rollwright top cannot show this %s: %s", self._name, error)
+        path: Path | None = None
+        is_there, told = True, ""
+        while is_there and not self.stopping:
+            try:
+                path = path or reports_folder() / f"{os.getpid()}-{next(_numbers)}.json"
+                is_there = self._write(path)
+            except Exception as error:  # collecting goes on; a disk may have room again
+                if told != (told := str(error)):
+                    _log.warning("rollwright top cannot show this %s: %s", self._name, error)
+            with self.condition:
+                self.condition.wait_for(lambda: self.stopping, _EVERY_S if is_there else 0.0)
+        if path is not None:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def _write(self, path: Path) -> bool:
         """Replace the report; returns whether the collector is still there."""
@@ -83,9 +88,13 @@ class LiveReport(DaemonThread):
             found = {"pid": os.getpid(), "program": _program(), "name": self._name, "stats": stats()}
         except Exception:  # it is being constructed, or changes under our eyes: the report of before grows older
             return True
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(found))
-        new.replace(path)
+        report, new = json.dumps(found), path.with_suffix(".new")
+        try:
+            new.write_text(report)
+            new.replace(path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
         return True
 
 
@@ -110,6 +119,10 @@ def running() -> list[Reported]:
         OSError: the folder cannot be read.
     """
     found = []
+    for path in reports_folder().glob("*.new"):  # of those that were killed while they wrote
+        pid = path.name.partition("-")[0]
+        if pid.isdigit() and not _runs(int(pid)):
+            path.unlink(missing_ok=True)
     for path in sorted(reports_folder().glob("*.json")):
         try:
             age_s = max(0.0, time.time() - path.stat().st_mtime)

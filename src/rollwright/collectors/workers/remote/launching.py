@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from rollwright._options import Check, whole
 from rollwright._processes.network.handshake import SECRET, checked_address, checked_secret, secret_of
+from rollwright._warnings import warn_user
 from rollwright.collectors.workers.remote.group import join
 from rollwright.collectors.workers.remote.transport import (
     GoneHost,
@@ -335,6 +336,12 @@ def transport(options: Options, own: WorkerOptions, num_workers: int) -> RemoteT
         ValueError: torchrun has started more or fewer ranks than groups and a learner.
         SystemExit: this is a rank of torchrun other than 0, and the collector of rank 0 has ended.
     """
+    for name, default in (("process_group_backend", "gloo"), ("tensorpipe_options", None)):
+        if (given := getattr(options, name)) != default:
+            warn_user(
+                f"{name}={given!r} has no effect: what is sent goes by one TCP connection for each group. Drop it.",
+                UserWarning,
+            )
     secret = (secret_of(options.secret) or secrets.token_hex(32)).encode()
     if options.launcher == "torchrun":
         run = Torchrun.here()
